@@ -1,7 +1,7 @@
 """Kills runs with SIGKILL at random, resumes them, and compares their final states with those of undisturbed runs.
 
     python benchmarks/faults.py --kills 1000 [--seed 0] [--only "ddp 2" "fsdp 2"] [--in-place] [--folder /tmp]
-    python benchmarks/faults.py --kills 120 --model pretraining      a language model on a packed mixture of documents
+    python benchmarks/faults.py --kills 120 --model pretraining      a language model on a shuffled and packed stream
     python benchmarks/faults.py --kills 120 --model adapters         LoRA, with checkpoints of the adapters alone
 
 Covers one process, DDP 2 and FSDP 2 over gloo, each with synchronous and with asynchronous saves. A run is a chain of
@@ -33,7 +33,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -171,34 +171,53 @@ class Fate:
 def net() -> tuple[TrainModule, Any, Any]:
     """Returns a small net, its data, and the data to validate on."""
     data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
-    return Net(), torch.utils.data.RandomSampler(data), data
+    return Net(), data, data
 
 
-def language_model(peft_config: Any = None) -> tuple[TrainModule, Any, Any]:
-    """Returns a small language model with dropout, a packed mixture of documents, and a part of it to validate on."""
+def language_model() -> Any:
+    """Returns a small language model with dropout."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from leyden.hf import HFModule, MixedDataset, PackedDataset
-
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, attention_dropout=0.2, **sizes))
-    texts = [
-        {"input_ids": torch.randint(1, 32, (length,)).tolist()} for length in torch.randint(2, 12, (160,)).tolist()
-    ]
-    sources = {"a": PackedDataset(texts[:80], 16), "b": PackedDataset(texts[80:], 16)}
-    mixed = MixedDataset(sources, {"a": 1, "b": 2}, block_size=6, length=48)
-    return HFModule(model, lr=0.02, peft_config=peft_config), torch.utils.data.SequentialSampler(mixed), mixed
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, attention_dropout=0.2, **sizes))
+
+
+def documents() -> list[dict[str, list[int]]]:
+    return [{"input_ids": torch.randint(1, 32, (length,)).tolist()} for length in torch.randint(2, 12, (160,)).tolist()]
+
+
+def texts_of(shards: list[Any]) -> Iterator[Any]:
+    for shard in shards:
+        yield from shard
+
+
+def pretraining() -> tuple[TrainModule, Any, Any]:
+    """Returns a small language model, a shuffled and packed stream of `datasets`, and rows to validate on."""
+    from datasets import IterableDataset
+
+    from leyden.hf import HFModule, PackedDataset, PackedStream, ShuffledStream
+
+    module, texts = HFModule(language_model(), lr=0.02, scheduler=None), documents()
+    shards = [texts[start : start + 20] for start in range(0, len(texts), 20)]
+    stream = IterableDataset.from_generator(texts_of, gen_kwargs={"shards": shards})
+    shuffled = ShuffledStream(stream.shuffle(seed=0, buffer_size=1), buffer_size=24)
+    return module, PackedStream(shuffled, length=16, buffer_size=32), PackedDataset(texts[:80], 16)
 
 
 def adapters() -> tuple[TrainModule, Any, Any]:
-    """Returns a small language model under LoRA, and its data."""
+    """Returns a small language model under LoRA, and a packed mixture of documents, also to validate on."""
+    from leyden.hf import HFModule, MixedDataset, PackedDataset
+
     config = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.2}
-    return language_model(config)
+    module, texts = HFModule(language_model(), lr=0.02, peft_config=config), documents()
+    sources = {"a": PackedDataset(texts[:80], 16), "b": PackedDataset(texts[80:], 16)}
+    mixed = MixedDataset(sources, {"a": 1, "b": 2}, block_size=6, length=48)
+    return module, mixed, mixed
 
 
 MODELS: dict[str, Callable[[], tuple[TrainModule, Any, Any]]] = {
     "net": net,
-    "pretraining": language_model,
+    "pretraining": pretraining,
     "adapters": adapters,
 }
 
@@ -211,7 +230,7 @@ def train(
     Fate(board, point)
     # Seeds Python's random numbers too: a checkpoint contains their state, which would differ in each fork.
     seed_everything(0)
-    module, sampler, data = MODELS[model]()
+    module, data, validation = MODELS[model]()
     options: dict[str, Any] = {"asynchronous": asynchronous, "trainable_only": model == "adapters"}
     trainer = Trainer(
         accelerator="cpu",
@@ -225,8 +244,8 @@ def train(
         max_epochs=3,
         callbacks=[ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_top_k=2, **options)],
     )
-    loader = torch.utils.data.DataLoader(data, 8 // board.ranks, sampler=sampler)
-    trainer.fit(module, loader, torch.utils.data.DataLoader(data, 8), ckpt_path="auto")
+    loader = torch.utils.data.DataLoader(data, 8 // board.ranks, shuffle=model == "net")
+    trainer.fit(module, loader, torch.utils.data.DataLoader(validation, 8), ckpt_path="auto")
 
 
 def ending(folder: Path) -> dict[str, Any]:

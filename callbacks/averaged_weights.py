@@ -14,6 +14,7 @@ from leyden.core.errors import ConfigurationError, StateError
 from leyden.core.saved_state import SavedState, brief
 from leyden.strategies.base import Strategy
 from leyden.strategies.local_weights import LocalWeights, local_part, sharded_like
+from leyden.trainer.engine.toggling import has_modes
 
 if TYPE_CHECKING:
     from torch.optim.swa_utils import AveragedModel
@@ -259,6 +260,11 @@ class ExchangesWeights(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         assert self._weights is not None
+        if any(has_modes(optimizer) for optimizer in trainer.optimizers):
+            raise ConfigurationError(
+                f"{type(self).__name__} averages the weights, and so does the optimizer, which has the methods train "
+                "and eval: use only one of them."
+            )
         self._weights.check_names()
         self._weights.check_dtypes()
         if self._weights.in_module:

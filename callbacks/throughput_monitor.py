@@ -14,6 +14,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.logger import log_to_all
 from leyden.callbacks.peak_flops import peak_flops
 from leyden.core.checks import check_whole
+from leyden.core.devices import peak_memory
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.core.rank_zero import warn
 from leyden.core.saved_state import SavedState
@@ -35,9 +36,11 @@ class ThroughputMonitor(Callback):
     has as many as rank 0). Values are logged at the steps that the Trainer logs (or at the next one for which rank 0
     has a sample) and at every `log_every_n_steps`-th batch of an evaluation. `trainer.callback_metrics` includes them.
 
+    `train/device/peak_memory_gb` is the most memory used so far: by torch on CUDA, by the process elsewhere.
+
     For a module with `flops_per_batch` (the operations of forward and backward, see `measure_flops`; a number, or a
-    function of the batch), `flops_per_sec` is logged too. If the device's peak rate is known, so is `mfu`, the fraction
-    of that rate that the model uses (PaLM, arXiv:2204.02311, appendix B).
+    function of the batch), `flops_per_sec` of training is logged too. If the device's peak rate is known, so is `mfu`,
+    the fraction of that rate that the model uses (PaLM, arXiv:2204.02311, appendix B).
 
     Time is measured on the host, without waiting for the device. A GPU lags the host by a few batches at most, so rates
     over a window are accurate; `split=True` shows where the host spends its time, not the GPU. Training time excludes
@@ -52,6 +55,7 @@ class ThroughputMonitor(Callback):
         separator: the separator between the parts of a name.
         split: also log the fractions of a step's time, which sum to 1: `train/split/data` (from the end of a batch to
             the start of the next, saves included), `forward`, `backward` and `optimizer` (everything after backward).
+        prog_bar: also show the items (or samples) per second, the MFU and the peak memory of training in the bar.
 
     Raises:
         ConfigurationError: for invalid arguments.
@@ -74,6 +78,7 @@ class ThroughputMonitor(Callback):
         window_size: int = 100,
         separator: str = "/",
         split: bool = False,
+        prog_bar: bool = False,
     ) -> None:
         for name, function in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
             if not callable(function) and not (name == "length_fn" and function is None):
@@ -86,7 +91,7 @@ class ThroughputMonitor(Callback):
             raise ConfigurationError(f"ThroughputMonitor(available_flops={available_flops!r}): give a number above 0.")
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
         self.available_flops, self.window_size, self.separator = available_flops, window_size, separator
-        self.split = split
+        self.split, self.prog_bar = split, prog_bar
         self._stages = {stage: _StageCounts(window_size) for stage in STAGES}
         self._clock = _Clock()
         self._peak: float | None = None
@@ -108,7 +113,7 @@ class ThroughputMonitor(Callback):
         self._logged_step = min(self._logged_step, step)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if not trainer.loggers and not trainer.fast_dev_run and trainer.is_global_zero:
+        if not trainer.loggers and not self.prog_bar and not trainer.fast_dev_run and trainer.is_global_zero:
             warn(
                 "ThroughputMonitor has no logger to write to: its values are only in trainer.callback_metrics. Use "
                 "Trainer(logger=True), or remove the callback.",
@@ -170,7 +175,8 @@ class ThroughputMonitor(Callback):
 
     # training and evaluation ------------------------------------------------------------------------------------------
     def _count(self, stage: str, module: TrainModule, batch: Any, parts: dict[str, float]) -> None:
-        flops = getattr(module, "flops_per_batch", None)
+        # They include the backward pass.
+        flops = getattr(module, "flops_per_batch", None) if stage == "train" else None
         self._stages[stage].add(
             parts,
             self.batch_size_fn(batch),
@@ -189,7 +195,10 @@ class ThroughputMonitor(Callback):
     def _log(self, trainer: Trainer, stage: str, step: int) -> None:
         values = self._values(trainer, self._stages[stage])
         named = {self.separator.join((stage, *name)): value for name, value in values.items()}
-        trainer.logs.show(named)
+        rate = "items_per_sec" if ("items_per_sec",) in values else "samples_per_sec"
+        shown = ((rate,), ("device", "mfu"), ("device", "peak_memory_gb")) if self.prog_bar and stage == "train" else ()
+        in_bar = {self.separator.join((stage, *name)) for name in shown}
+        trainer.logs.show(named, in_bar)
         log_to_all(trainer, named, step)
 
     def _values(self, trainer: Trainer, counts: _StageCounts) -> dict[tuple[str, ...], float]:
@@ -202,11 +211,13 @@ class ThroughputMonitor(Callback):
         }
         if self.length_fn is not None:
             values["lengths",] = totals.lengths
+        if peak := peak_memory(trainer.strategy.root_device):
+            values["device", "peak_memory_gb"] = peak / 1e9
         if len(counts.window) < self.window_size:
             return values
         size, world = trainer.strategy.data_size, trainer.world_size
         rates = counts.rates()
-        if self.length_fn is None:
+        if not rates["items"]:
             del rates["items"]
         # Ranks that share a batch (data_size < world_size) also share its operations.
         flops = rates.pop("flops", None)

@@ -15,7 +15,7 @@ import leyden
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("trainer", "callbacks", "strategies")
-MACHINERY = ("core", "launch", "data", "checkpoint", "accelerator", "hf", "compat", "cli")
+MACHINERY = ("core", "launch", "data", "checkpoint", "accelerator", "hf", "compat", "cli", "optim")
 
 # The rooms, from the ground up. A module belongs to the room with the longest matching prefix, and imports from its own
 # room and from those below.
@@ -24,6 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.core", "leyden.callbacks.base"),
     ("leyden.launch",),
     ("leyden.strategies",),
+    ("leyden.optim",),
     ("leyden.checkpoint.format",),
     ("leyden.data",),
     ("leyden.trainer.events",),
@@ -78,6 +79,7 @@ LAZY = {
     *(
         *("aim", "clearml", "dvclive", "swanlab", "trackio"),
         "comet_ml",
+        "datasets",
         "jsonargparse",
         "libcst",
         "mlflow",

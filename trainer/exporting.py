@@ -15,7 +15,7 @@ from leyden.core.errors import ConfigurationError
 from leyden.core.paths import local_path
 from leyden.core.rank_zero import warn
 from leyden.core.tree import map_tensors
-from leyden.trainer.engine.toggling import keeping_modes
+from leyden.trainer.engine.toggling import evaluation_weights, keeping_modes
 
 METHODS = ("script", "trace")
 
@@ -38,12 +38,16 @@ def example_of(module: Any, given: Any, call: str, name: str) -> Any:
     return map_tensors(sample, lambda tensor: tensor.to(module.device))
 
 
+def _optimizers_of(module: Any) -> list[Any]:
+    return [] if module._trainer is None else module._trainer.optimizers
+
+
 def to_onnx(module: Any, file_path: Any, input_sample: Any, options: dict[str, Any]) -> Any:
     """Exports a module's forward pass; see `TrainModule.to_onnx`."""
     if isinstance(file_path, (str, os.PathLike)):
         file_path = local_path(file_path, "file_path")
     sample = example_of(module, input_sample, "to_onnx", "input_sample")
-    with keeping_modes(module):
+    with keeping_modes(module), evaluation_weights(_optimizers_of(module)):
         module.eval()
         return torch.onnx.export(module, sample if isinstance(sample, tuple) else (sample,), file_path, **options)
 
@@ -64,7 +68,7 @@ def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any
         "with torch.jit. Use torch.export.export or to_onnx.",
         FutureWarning,
     )
-    with keeping_modes(module), warnings.catch_warnings():
+    with keeping_modes(module), evaluation_weights(_optimizers_of(module)), warnings.catch_warnings():
         module.eval()
         # torch repeats the warning for its own functions.
         warnings.filterwarnings("ignore", message=r".*torch\.jit\.\w+` is (deprecated|not supported)")

@@ -606,10 +606,11 @@ class Trainer:
 
     def _setup(self, run: Run, goal: Goal) -> Restorer:
         """Sets up the run up to its weights; returns a Restorer for the remaining state of a resumed checkpoint."""
-        run.begin()
+        # First, so that configure_callbacks has self.trainer.
         run.module._join(self, run.traced or run.logs)
         if run.datamodule is not None:
             run.datamodule._join(self)
+        run.begin()
         return run.setup(*run.find(goal), goal)
 
     def _closing_lines(self, run: Run, is_stopped: bool = False) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,6 +91,20 @@ def find_devices(accelerator: str = "auto", devices: Any = "auto") -> list[torch
             f"GPU{'s' if available > 1 else ''}."
         )
     return [torch.device(first.type, index) for index in indices]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the most bytes in use so far: allocated by torch on CUDA, of the process elsewhere; 0 if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        # Windows has no `resource` module.
+        return 0
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # In kilobytes on Linux, in bytes on macOS.
+    return used if sys.platform == "darwin" else used * 1024
 
 
 def parse_devices(devices: Any) -> int | list[int] | None:

@@ -9,7 +9,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import warn
 from leyden.data.generators import Generators, parts_of
+from leyden.data.huggingface import begin_anew, why_inexact
 from leyden.data.limits import length_of
 from leyden.data.rng import rng_state, set_rng_state
 from leyden.data.sample_rng import SampleRNG
@@ -62,7 +64,7 @@ class Source(ABC):
 
     def start(self, epoch: int | None) -> Iterator[Any]:
         """Starts an epoch like `iter(loader)`; `epoch` is None for a pass without a number."""
-        self.set_epoch(epoch)
+        self._begin(epoch)
         self.before = self._capture()
         iterator: Iterator[Any] = iterator_of(self.loader)
         return iterator
@@ -114,6 +116,14 @@ class Source(ABC):
         """Returns a batch for a rank that has none, to run a step whose result does not count. Keeps the RNG state."""
         return None
 
+    def _begin(self, epoch: int | None) -> None:
+        """Prepares the loader for an epoch from its start."""
+        begin_anew(self.loader)
+        why = None if epoch is None or self.allow_replay else why_inexact(self.loader)
+        if why is not None:
+            warn(f"this run cannot be resumed in mid-epoch: {why}.")
+        self.set_epoch(epoch)
+
     def set_epoch(self, epoch: int | None) -> None:
         """Calls `set_epoch` once on every part of the loader that has it."""
         if epoch is None:
@@ -143,6 +153,7 @@ class Source(ABC):
             Source._rewind(self, self.first)
 
     def _replay(self, batches: int) -> Iterator[Any]:
+        begin_anew(self.loader)
         iterator: Iterator[Any] = iterator_of(self.loader)
         if batches:
             self._go_to_first()
@@ -177,6 +188,10 @@ class SequenceSource(Source):
 class StatefulSource(Source):
     """The source of a loader with `state_dict` and `load_state_dict`, which tracks its own position."""
 
+    @property
+    def can_seek(self) -> bool:
+        return self.allow_replay or why_inexact(self.loader) is None
+
     def position(self, batches: int) -> State:
         return {**super().position(batches), "loader": self.loader.state_dict()}
 
@@ -187,8 +202,18 @@ class StatefulSource(Source):
         self.set_epoch(epoch)
         self.before = state["before"]
         self._rewind(state["before"])
-        self.loader.load_state_dict(state["loader"])
-        iterator: Iterator[Any] = iterator_of(self.loader)
+        iterator: Iterator[Any]
+        why = why_inexact(self.loader) if state["batches"] else None
+        if why is not None:
+            if not self.allow_replay:
+                raise ConfigurationError(
+                    f"the loader cannot continue at batch {state['batches']}: {why}. Or set allow_replay=True to load "
+                    "and drop the batches before."
+                )
+            iterator = self._replay(state["batches"])
+        else:
+            self.loader.load_state_dict(state["loader"])
+            iterator = iterator_of(self.loader)
         self.generators.restore(state["generators"])
         return iterator
 
@@ -257,7 +282,7 @@ class TorchSource(Source):
         return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
 
     def start(self, epoch: int | None) -> Iterator[Any]:
-        self.set_epoch(epoch)
+        self._begin(epoch)
         self._origin = (0, 0)
         self.before = self._capture()
         if self.before["again"] and self.loader._iterator is None:
@@ -421,26 +446,31 @@ class TorchSource(Source):
         return iterator
 
     def _has_stateful_dataset(self) -> bool:
-        """Returns True for an iterable dataset with a `state_dict` that is read in this process."""
-        return self.is_iterable and self.loader.num_workers == 0 and has_state(self.loader.dataset)
+        """Returns True for an iterable dataset with a complete `state_dict` that is read in this process."""
+        if not self.is_iterable or self.loader.num_workers or not has_state(self.loader.dataset):
+            return False
+        return why_inexact(self.loader) is None
 
     def _resume_iterable(self, state: State) -> Any:
         dataset: Any = self.loader.dataset
         self.loader._iterator = None
-        if "dataset" in state and has_state(dataset):
+        if "dataset" in state and self._has_stateful_dataset():
             dataset.load_state_dict(state["dataset"])
             iterator = self._kept(iterator_of(self.loader))
             if state["ended"]:
                 iterator._dataset_fetcher.ended = True
             return iterator
         if state["batches"] and not self.allow_replay:
-            reason = "has no state_dict"
-            if has_state(dataset):
-                reason = "keeps its state in worker processes"
+            why = why_inexact(self.loader)
+            if why is None:
+                what = "keeps its state in worker processes" if has_state(dataset) else "has no state_dict"
+                why = (
+                    f"the iterable dataset {type(dataset).__name__} {what}. Use torchdata's StatefulDataLoader, or a "
+                    "dataset with state_dict and load_state_dict and num_workers=0"
+                )
             raise ConfigurationError(
-                f"the iterable dataset {type(dataset).__name__} {reason}, so the loader cannot continue at batch "
-                f"{state['batches']}. Use torchdata's StatefulDataLoader, or a dataset with state_dict and "
-                "load_state_dict and num_workers=0, or set allow_replay=True to load and drop the batches before."
+                f"the loader cannot continue at batch {state['batches']}: {why}. Or set allow_replay=True to load and "
+                "drop the batches before."
             )
         return self._replay(state["batches"])
 

@@ -12,6 +12,7 @@ from leyden.core.errors import ConfigurationError
 from leyden.core.rank_zero import warn
 from leyden.core.tree import batch_size_of
 from leyden.data.generators import Generators, parts_of
+from leyden.data.huggingface import check_split
 from leyden.data.limits import length_of
 from leyden.data.rng import live_state, plain_state, rng_state, set_live_state, set_rng_state
 from leyden.data.sharding import (
@@ -38,10 +39,12 @@ def shard(loader: Any, ranks: DataRanks, presharded: bool = False, exchanges_siz
             sizes, so every rank knows when another one has stopped.
 
     Raises:
-        ConfigurationError: for a DistributedSampler of another number of ranks, or a global batch size that is
-            impossible.
+        ConfigurationError: for a DistributedSampler of another number of ranks, a stream of `datasets` that is split
+            already, or a global batch size that is impossible.
     """
-    own = [sampler for sampler in _samplers(loader) if isinstance(sampler, DistributedSampler)]
+    parts = _parts(loader)
+    check_split(parts, ranks.rank, ranks.size, presharded)
+    own = [sampler for sampler in parts if isinstance(sampler, DistributedSampler)]
     for sampler in own:
         if (sampler.num_replicas, sampler.rank) != (ranks.size, ranks.rank):
             raise ConfigurationError(
@@ -65,7 +68,7 @@ def shard(loader: Any, ranks: DataRanks, presharded: bool = False, exchanges_siz
     return shard_indices(loader, ranks) if is_indexed(loader) else RankStream(loader, ranks, False, exchanges_sizes)
 
 
-def _samplers(loader: Any) -> list[Any]:
+def _parts(loader: Any) -> list[Any]:
     loaders = getattr(loader, "flattened", [loader])
     return [part for one in loaders for part in parts_of(one)]
 

@@ -10,8 +10,11 @@ _HOMES = {
     "encode_chat": "leyden.hf.data",
     "LengthGroupedSampler": "leyden.hf.data",
     "MixedDataset": "leyden.hf.data",
+    "MixtureMonitor": "leyden.hf.mixture_monitor",
     "PackedDataset": "leyden.hf.data",
+    "PackedStream": "leyden.hf.streams",
     "SavePretrained": "leyden.hf.sharing",
+    "ShuffledStream": "leyden.hf.streams",
     "HFModule": "leyden.hf.module",
     "from_training_arguments": "leyden.hf.arguments",
 }
@@ -22,8 +25,11 @@ if TYPE_CHECKING:
     from leyden.hf.data import MixedDataset as MixedDataset
     from leyden.hf.data import PackedDataset as PackedDataset
     from leyden.hf.data import encode_chat as encode_chat
+    from leyden.hf.mixture_monitor import MixtureMonitor as MixtureMonitor
     from leyden.hf.module import HFModule as HFModule
     from leyden.hf.sharing import SavePretrained as SavePretrained
+    from leyden.hf.streams import PackedStream as PackedStream
+    from leyden.hf.streams import ShuffledStream as ShuffledStream
 
 __all__ = [*_HOMES]
 

@@ -54,7 +54,7 @@ def from_training_arguments(args: Any) -> Converted:
     Warns of each argument that differs from its default and has no counterpart; docs/from-hf-trainer.md lists all.
 
     Args:
-        args: the TrainingArguments.
+        args: the TrainingArguments, or Seq2SeqTrainingArguments.
 
     Raises:
         ConfigurationError: if the optimizer has no counterpart.
@@ -76,6 +76,7 @@ def from_training_arguments(args: Any) -> Converted:
         "scheduler_kwargs": args.lr_scheduler_kwargs or None,
         "warmup_steps": args.warmup_steps,
         "label_smoothing": args.label_smoothing_factor,
+        "generation": _generation(args),
     }
     converted.loader = {
         "batch_size": args.per_device_train_batch_size,
@@ -119,6 +120,7 @@ CONVERTED = frozenset(
         *("per_device_train_batch_size", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory"),
         *("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
         "resume_from_checkpoint",
+        *("predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config"),
     }
 )
 """The arguments that are converted."""
@@ -247,6 +249,23 @@ def _optimizer(args: Any) -> Any:
             "pass HFModule(optimizer=…) a callable that gets the parameter groups and lr=."
         )
     return name
+
+
+def _generation(args: Any) -> dict[str, Any] | None:
+    """Returns `generation=` for a Seq2SeqTrainingArguments with `predict_with_generate`."""
+    if not getattr(args, "predict_with_generate", False):
+        return None
+    config = args.generation_config
+    if config is not None and not hasattr(config, "to_dict"):
+        from transformers import GenerationConfig
+
+        config = GenerationConfig.from_pretrained(config)
+    given = {
+        "generation_config": config,
+        "max_length": args.generation_max_length,
+        "num_beams": args.generation_num_beams,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _unconverted(args: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,101 @@ def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, shifts: bool
         label_smoothing=smoothing,
     )
     return total / ((labels != IGNORED).sum() if num_items is None else num_items)
+
+
+class ChunkedHead(nn.Linear):
+    """The head of a causal model, which returns the sum of the losses in place of the logits if it has labels.
+
+    It never holds the logits of all tokens: torch computes those of a chunk of tokens, their losses and gradients, and
+    goes on to the next chunk. The head computes the loss itself, since a sharding strategy has its whole weight only
+    while it runs.
+    """
+
+    labels: Tensor | None = None
+    """The label of each position, (B, T); None to return logits."""
+    result: Tensor | None = None
+    """What the head returned last."""
+    is_checked = False
+    """Whether the model is known to return what its head returns."""
+
+    @staticmethod
+    def put_into(model: Any) -> None:
+        """Makes a model's head one.
+
+        Raises:
+            ConfigurationError: if the model has no such head, or torch no such loss.
+        """
+        if not hasattr(F, "linear_cross_entropy"):
+            raise ConfigurationError(
+                f"chunked_loss needs torch.nn.functional.linear_cross_entropy of torch 2.13, and this is torch "
+                f"{torch.__version__}. Upgrade torch, or set chunked_loss=False."
+            )
+        base = base_model(model)
+        head = base.get_output_embeddings()
+        if type(head) not in (nn.Linear, ChunkedHead) or not shifts_labels(model):
+            raise ConfigurationError(
+                f"chunked_loss is for causal models whose head is an nn.Linear without adapters, and that of "
+                f"{type(base).__name__} is {type(head).__module__}.{type(head).__name__}. Set chunked_loss=False."
+            )
+        if getattr(base.config, "output_router_logits", False):
+            raise ConfigurationError(
+                "chunked_loss replaces the model's own loss, and with it the auxiliary loss of its experts. Set "
+                "chunked_loss=False, or config.output_router_logits=False."
+            )
+        head.__class__ = ChunkedHead
+
+    def forward(self, hidden: Tensor) -> Tensor:  # (B, T, H)
+        if self.labels is None:
+            return super().forward(hidden)
+        if hasattr(self.weight, "placements"):
+            raise ConfigurationError(
+                "chunked_loss needs the whole weight of the head, which tensor parallel splits. Set chunked_loss=False."
+            )
+        weight = self.weight
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        losses: Tensor = F.linear_cross_entropy(
+            hidden.flatten(0, -2),
+            weight,
+            self.labels.flatten(),
+            linear_bias=self.bias,
+            # Added up in float32 below: a sum in bfloat16 has two digits.
+            reduction="none",
+            ignore_index=IGNORED,
+            options=nn.LinearCrossEntropyOptions(),
+        )
+        loss = losses.float().sum()
+        self.result = loss.detach()
+        return loss
+
+    def loss_of(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """Returns the sum of the losses over a batch's labels, and the model's outputs, which have no logits.
+
+        Args:
+            model: the model's forward pass.
+            inputs: its inputs, with `labels`, and maybe `shift_labels`, which then count instead.
+
+        Raises:
+            ConfigurationError: in the first batch, if the model changes the logits.
+        """
+        inputs = dict(inputs)
+        labels, shifted = inputs.pop("labels"), inputs.pop("shift_labels", None)
+        self.labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted is None else shifted
+        try:
+            outputs = model(**inputs)
+        finally:
+            self.labels = None
+        loss: Tensor = outputs["logits"]
+        own, self.result = self.result, None
+        # The comparison reads both from the device, so only once.
+        if not self.is_checked and (own is None or loss.ndim or not torch.equal(loss.detach(), own)):
+            raise ConfigurationError(
+                "chunked_loss: the model changes the logits after its head, for example by soft-capping, and would be "
+                "trained without that. Set chunked_loss=False."
+            )
+        self.is_checked = True
+        return loss, {name: outputs[name] for name in outputs if name != "logits"}
 
 
 @dataclass(frozen=True)

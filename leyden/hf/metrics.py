@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.core.tree import map_tensors
 from leyden.hf.loss import IGNORED
+from leyden.strategies.readers import Readers
 
 if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
@@ -52,8 +53,8 @@ class Predictions:
         """Returns the metrics of all ranks' predictions. All ranks call it; rank 0 calls `compute_metrics`."""
         from transformers import EvalPrediction
 
-        is_copy = strategy.global_rank not in strategy.data_ranks
-        gathered = strategy.ranks.gather_object([] if is_copy else self._batches)
+        readers = Readers(strategy)
+        gathered = readers.gather_object(self._batches if readers.is_first else [])
         metrics: dict[str, float] = {}
         if gathered is not None and any(gathered):
             in_order = [batch for turn in zip_longest(*gathered) for batch in turn if batch is not None]

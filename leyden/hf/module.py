@@ -15,12 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from leyden.callbacks.base import Callback
+from leyden.callbacks.throughput_monitor import ThroughputMonitor
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.frozen import FrozenPart, digests_of
+from leyden.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.errors import ConfigurationError, kind_of, nearest, needs
 from leyden.hf.adapters import check_base, is_prompt, merged_model, plain_config, whole_copy, with_adapters
+from leyden.hf.generation import COLUMNS, Generator, SampleTable, generate_arguments
 from leyden.hf.loss import (
+    ChunkedHead,
     Sizes,
     averages_items,
     base_model,
@@ -32,7 +37,9 @@ from leyden.hf.loss import (
     smoothed_loss,
 )
 from leyden.hf.metrics import Predictions
+from leyden.optim import Muon, parameter_groups, split_parameters
 from leyden.strategies.base import Strategy
+from leyden.trainer.engine.toggling import evaluation_weights
 from leyden.trainer.module import TrainModule
 
 _HUB = ("revision", "token", "cache_dir")
@@ -60,7 +67,8 @@ class HFModule(TrainModule):
             the class in the folder's config.json.
         model_kwargs: arguments of `from_pretrained` for `model` as a name, such as `{"num_labels": 3}`.
         lr: the highest learning rate.
-        optimizer: a name in `torch.optim`, in any case, or a callable that gets the parameter groups and `lr=`.
+        optimizer: a name in `torch.optim`, in any case, or a callable that gets the parameter groups and `lr=`. "muon"
+            is `leyden.optim.Muon`, with AdamW for what is no matrix.
         weight_decay: weight decay of all parameters but biases and norms.
         scheduler: a name that `transformers.get_scheduler` accepts; a callable that gets the optimizer and the number
             of steps; or None for a constant learning rate.
@@ -69,9 +77,19 @@ class HFModule(TrainModule):
         compute_loss_func: a function of `(outputs, labels, num_items_in_batch=)` that returns the sum over the labels
             divided by `num_items_in_batch`.
         label_smoothing: the share of each target that is spread over all classes.
+        chunked_loss: compute a causal model's loss in chunks of tokens, so that the logits of a batch, which are large
+            with a long vocabulary, are never in memory at once. Outputs of training have no logits. Needs torch 2.13.
         compute_metrics: a function of a `transformers.EvalPrediction` that returns metrics by name. Called once per
             validation with the predictions for all samples on all ranks, in their order. Logged as `val_…`.
         preprocess_logits_for_metrics: a function of `(logits, labels)` whose result is kept for `compute_metrics`.
+        generation: how the model generates in validation and test: True for its own generation config, a
+            `transformers.GenerationConfig`, or a mapping of generate()'s arguments, such as `{"max_new_tokens": 20}`.
+            `compute_metrics` then gets the generated tokens in place of logits, as with `predict_with_generate` of
+            transformers' Seq2SeqTrainer. The prompt of a causal model is the part of a row before its first label.
+        generation_samples: the number of rows in the table of prompts, generated texts and labels that each validation
+            sends to loggers with `log_table`; `processing_class` decodes them. 0 for no table.
+        throughput: log tokens per second, padding included, the share of the device's peak rate (MFU) and the peak
+            memory, and show them in the progress bar.
         peft_config: a configuration of peft, such as `LoraConfig`, or its `to_dict()`, for training adapters. For
             checkpoints without the model under them, use `ModelCheckpoint(trainable_only=True)`.
 
@@ -106,8 +124,12 @@ class HFModule(TrainModule):
         warmup_steps: float = 0,
         compute_loss_func: Callable[..., Tensor] | None = None,
         label_smoothing: float = 0.0,
+        chunked_loss: bool = False,
         compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        generation: Any = None,
+        generation_samples: int = 4,
+        throughput: bool = False,
         peft_config: Any = None,
     ) -> None:
         super().__init__()
@@ -119,6 +141,11 @@ class HFModule(TrainModule):
             raise ConfigurationError(f"warmup_steps={warmup_steps}: use a number of steps, or a fraction below 1.")
         if label_smoothing and compute_loss_func is not None:
             raise ConfigurationError("label_smoothing has no effect with compute_loss_func. Pass one of the two.")
+        if generation_samples < 0:
+            raise ConfigurationError(f"generation_samples={generation_samples}: use a number of rows, or 0.")
+        if chunked_loss and (label_smoothing or compute_loss_func is not None):
+            other = "label_smoothing" if label_smoothing else "compute_loss_func"
+            raise ConfigurationError(f"chunked_loss does not work with {other}. Pass one of the two.")
         is_model = isinstance(model, nn.Module)
         if is_model and (model_class is not None or model_kwargs):
             raise ConfigurationError(
@@ -130,7 +157,7 @@ class HFModule(TrainModule):
             *(() if is_model else ("model", "model_kwargs")),
             "scheduler_kwargs",
             *(("model_class",) if isinstance(model_class, str) else ()),
-            *("lr", "weight_decay", "warmup_steps", "label_smoothing"),
+            *("lr", "weight_decay", "warmup_steps", "label_smoothing", "chunked_loss"),
             *(("peft_config",) if peft_config is not None else ()),
             *(("optimizer",) if isinstance(optimizer, str) else ()),
             *(("scheduler",) if scheduler is None or isinstance(scheduler, str) else ()),
@@ -140,8 +167,9 @@ class HFModule(TrainModule):
         self.lr, self.optimizer, self.weight_decay = lr, optimizer, weight_decay
         self.scheduler, self.scheduler_kwargs, self.warmup_steps = scheduler, scheduler_kwargs, warmup_steps
         self.compute_loss_func, self.label_smoothing = compute_loss_func, label_smoothing
+        self.chunked_loss = chunked_loss
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        self.peft_config = peft_config
+        self.generation_samples, self.throughput, self.peft_config = generation_samples, throughput, peft_config
         self._name = None if is_model else os.fspath(model)  # type: ignore[arg-type]
         self._model_class, self._model_kwargs = model_class, dict(model_kwargs or {})
         self._unread: Path | None = None
@@ -150,6 +178,9 @@ class HFModule(TrainModule):
         self._label_names: list[str] = []
         self._is_checked = False
         self._predictions: dict[int, Predictions] = {}
+        self._generation = generate_arguments(generation)
+        self._generator: Generator | None = None
+        self._samples: dict[int, SampleTable] = {}
         if is_model:
             if not hasattr(base_model(model), "config"):
                 raise ConfigurationError(
@@ -166,6 +197,8 @@ class HFModule(TrainModule):
         if self.model is None:
             self._build()
             self._finish()
+        if self._generator is not None and self._trainer is not None:
+            self._generator.check_strategy(self._trainer.strategy)
 
     def _finish(self) -> None:
         """Prepares the model for training: embeddings, adapters, and how it counts its loss."""
@@ -179,6 +212,7 @@ class HFModule(TrainModule):
 
     def _build(self) -> None:
         import transformers
+        from transformers.initialization import no_init_weights
 
         folder = self._folder()
         config, kwargs = transformers.AutoConfig.from_pretrained(
@@ -200,8 +234,7 @@ class HFModule(TrainModule):
         build = getattr(model_class, "from_config", None) or model_class._from_config
         taken = {name: value for name, value in kwargs.items() if name not in (*_HUB, "subfolder")}
         try:
-            # Restores the random state: adapters start as they do where no weights are drawn in place of those read.
-            with torch.random.fork_rng(devices=[]):
+            with no_init_weights():
                 self.model = build(config, **taken)
         except TypeError as error:
             raise ConfigurationError(
@@ -210,8 +243,20 @@ class HFModule(TrainModule):
                 f"that folder. {error}"
             ) from error
         self._unread = folder / self._model_kwargs.get("subfolder", "")
+        self._initialize_missing(self._unread)
         if (self._unread / "generation_config.json").is_file() and self.model.can_generate():
             self.model.generation_config = transformers.GenerationConfig.from_pretrained(self._unread)
+
+    def _initialize_missing(self, folder: Path) -> None:
+        """Initializes the tensors that a folder lacks, such as a new head. Those that will be read are not drawn."""
+        read = HuggingFaceFolder(folder).within(self.model).names()
+        state = self.model.state_dict(keep_vars=True)
+        for name in state.keys() & set(read):
+            # The mark by which transformers leaves out what is loaded.
+            state[name]._is_hf_initialized = True
+        # Restores the random state: adapters start as they do where the whole model is read.
+        with torch.random.fork_rng(devices=[]):
+            self.model.init_weights()
 
     def _folder(self) -> Path:
         assert self._name is not None
@@ -266,10 +311,15 @@ class HFModule(TrainModule):
         self._shifts = shifts_labels(base)
         self._sizes = Sizes.of(base)
         self._label_names = label_names(base)
+        if self._generation is not None:
+            self._generator = Generator(self._generation, self.model, self.processing_class)
         is_multi_label = getattr(base.config, "problem_type", None) == "multi_label_classification"
-        if self.label_smoothing and (is_prompt(self.model) or is_multi_label):
+        own_loss = "label_smoothing" if self.label_smoothing else "chunked_loss" if self.chunked_loss else ""
+        if own_loss and (is_prompt(self.model) or is_multi_label):
             kind = "prompts that are learned" if is_prompt(self.model) else "several labels per sample"
-            raise ConfigurationError(f"label_smoothing does not work with {kind}. Set label_smoothing=0.")
+            raise ConfigurationError(f"{own_loss} does not work with {kind}. Leave it out.")
+        if self.chunked_loss:
+            ChunkedHead.put_into(self.model)
         if self.label_smoothing and getattr(base.config, "output_router_logits", False):
             raise ConfigurationError(
                 "label_smoothing replaces the model's own loss, and with it the auxiliary loss of its experts. Set "
@@ -318,17 +368,25 @@ class HFModule(TrainModule):
             # Models that shift their decoder's inputs make them from the labels, which they do not get here.
             shift = getattr(base_model(self.model), "prepare_decoder_input_ids_from_labels", None)
             inputs |= {} if shift is None else {"decoder_input_ids": shift(labels=labels)}
-        if self._takes_items and num_items is not None:
-            inputs["num_items_in_batch"] = num_items
         if self._is_packed(inputs) and self._takes_cache:
             # With a cache of keys and values, models ignore that positions begin anew: documents would see each other.
             inputs["use_cache"] = False
+        if self.chunked_loss and num_items is not None and (self.training or self.compute_metrics is None):
+            loss, outputs = self._head.loss_of(self, inputs)
+            return loss / num_items, outputs
+        if self._takes_items and num_items is not None:
+            inputs["num_items_in_batch"] = num_items
         outputs = self(**inputs)
         if self.compute_loss_func is not None:
             return self.compute_loss_func(outputs, labels, num_items_in_batch=num_items), outputs
         if labels is not None:
             return smoothed_loss(outputs.logits, labels, self.label_smoothing, self._shifts, num_items), outputs
         return loss_of(outputs), outputs
+
+    @property
+    def _head(self) -> ChunkedHead:
+        head: ChunkedHead = base_model(self.model).get_output_embeddings()
+        return head
 
     @staticmethod
     def _is_packed(batch: Mapping[str, Any]) -> bool:
@@ -352,6 +410,13 @@ class HFModule(TrainModule):
         return getattr(base_model(self.model).config, "keys_to_ignore_at_inference", ["past_key_values"])
 
     def _evaluate(self, batch: Mapping[str, Any], stage: str) -> Any:
+        outputs = self._evaluate_loss(batch, stage)
+        if self._generator is None:
+            return outputs
+        strategy = None if self._trainer is None else self._trainer.strategy
+        return {"generated": self._generator.generate(self.model, batch, strategy)}
+
+    def _evaluate_loss(self, batch: Mapping[str, Any], stage: str) -> Any:
         if self.compute_loss_func is None and not any(name in batch for name in self._label_names):
             return self(**batch)
         num_items = self.count_items(batch)
@@ -360,6 +425,43 @@ class HFModule(TrainModule):
         weight: Any = num_items
         self.log(f"{stage}_loss", loss, batch_size=weight, prog_bar=True)
         return outputs
+
+    # throughput -------------------------------------------------------------------------------------------------------
+    def configure_callbacks(self) -> list[Callback]:
+        callbacks = [] if self._trainer is None else self._trainer.callbacks
+        if not self.throughput or any(isinstance(callback, ThroughputMonitor) for callback in callbacks):
+            return []
+        return [ThroughputMonitor(_row_count, _token_count, window_size=20, prog_bar=True)]
+
+    def flops_per_batch(self, batch: Mapping[str, Any]) -> float | None:
+        """Returns the operations of forward and backward, without those that activation checkpointing repeats.
+
+        Six for each token and each parameter of a matrix product, four if it is frozen, and those of attention (PaLM,
+        https://arxiv.org/abs/2204.02311, appendix B). A token counts with the experts that it takes.
+
+        Returns:
+            None if they are unknown: for an encoder-decoder, whose parts see different lengths, a model without tokens,
+            and experts whose numbers its configuration names differently.
+        """
+        config = getattr(base_model(self.model).config, "get_text_config", lambda: None)()
+        tokens = _token_count(batch)
+        if config is None or not tokens or config.is_encoder_decoder:
+            return None
+        head = base_model(self.model).get_output_embeddings()
+        tables = {id(part.weight) for part in self.modules() if isinstance(part, nn.Embedding)}
+        tables -= set() if head is None else {id(head.weight)}
+        products = {name: p for name, p in self.named_parameters() if p.ndim > 1 and id(p) not in tables}
+        counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+        experts, taken = next(filter(None, counts), 0), getattr(config, "num_experts_per_tok", 0)
+        share = taken / experts if experts else 0.0
+        if not share and any(".experts." in name for name in products):
+            return None
+        per_token = sum(
+            p.numel() * (6 if p.requires_grad else 4) * (share if ".experts." in name else 1)
+            for name, p in products.items()
+        )
+        layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+        return float(tokens * (per_token + 12 * layers * width * batch["input_ids"].shape[-1]))
 
     # optimizers -------------------------------------------------------------------------------------------------------
     def configure_optimizers(self) -> Any:
@@ -373,17 +475,22 @@ class HFModule(TrainModule):
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         norms = {id(p) for part in self.modules() if isinstance(part, nn.LayerNorm) for p in part.parameters()}
-        decayed: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad:
-                decays = id(parameter) not in norms and not _UNDECAYED.search(name)
-                (decayed if decays else others).append(parameter)
-        return [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+        def decays(name: str, parameter: nn.Parameter) -> bool:
+            return id(parameter) not in norms and not _UNDECAYED.search(name)
+
+        make_groups = split_parameters if self._uses_muon else parameter_groups
+        return make_groups(self, weight_decay=self.weight_decay, decays=decays)
+
+    @property
+    def _uses_muon(self) -> bool:
+        return isinstance(self.optimizer, str) and self.optimizer.lower() == "muon"
 
     def _make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
         if not isinstance(self.optimizer, str):
             return self.optimizer(groups, lr=self.lr)
+        if self._uses_muon:
+            return Muon(groups, lr=self.lr, adjust_lr_fn="match_rms_adamw")
         classes = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
         kind = classes.get(self.optimizer.lower())
         if kind is None or kind is Optimizer:
@@ -417,10 +524,10 @@ class HFModule(TrainModule):
 
     # metrics ----------------------------------------------------------------------------------------------------------
     def on_validation_epoch_start(self) -> None:
-        self._predictions.clear()
+        self._begin_evaluation()
 
     def on_test_epoch_start(self) -> None:
-        self._predictions.clear()
+        self._begin_evaluation()
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._keep(outputs, batch, dataloader_idx)
@@ -430,9 +537,20 @@ class HFModule(TrainModule):
 
     def on_validation_epoch_end(self) -> None:
         self._log_metrics("val", len(self.trainer.num_val_batches))
+        self._log_samples("val", len(self.trainer.num_val_batches))
 
     def on_test_epoch_end(self) -> None:
         self._log_metrics("test", len(self.trainer.num_test_batches))
+        self._log_samples("test", len(self.trainer.num_test_batches))
+
+    def _begin_evaluation(self) -> None:
+        self._predictions.clear()
+        self._samples.clear()
+        if self._generator is not None:
+            self._generator.begin()
+
+    def _samples_of(self, loader: int) -> SampleTable:
+        return self._samples.setdefault(loader, SampleTable(self.generation_samples))
 
     def _predictions_of(self, loader: int) -> Predictions:
         return self._predictions.setdefault(loader, Predictions(self.preprocess_logits_for_metrics, self._label_names))
@@ -440,6 +558,10 @@ class HFModule(TrainModule):
     def _keep(self, outputs: Any, batch: Mapping[str, Any], loader: int) -> None:
         if self.compute_metrics is not None:
             self._predictions_of(loader).add(outputs, batch, self._ignored)
+        samples = self._samples_of(loader)
+        if self._generator is not None and samples.missing and isinstance(outputs, Mapping) and "generated" in outputs:
+            prompts = self._generator.prompts(batch, samples.missing)
+            samples.add(prompts, outputs["generated"], batch.get("labels"))
 
     def _log_metrics(self, stage: str, loaders: int) -> None:
         """Logs the metrics of each loader. A rank without a sample takes part in the exchange too."""
@@ -451,6 +573,19 @@ class HFModule(TrainModule):
                 suffix = f"/dataloader_idx_{loader}" if loaders > 1 else ""
                 self.log(f"{stage}_{name.removeprefix('eval_')}{suffix}", value, sync_dist=False)
         self._predictions.clear()
+
+    def _log_samples(self, stage: str, loaders: int) -> None:
+        """Sends the table of samples of each loader to the loggers that take tables. All ranks call it."""
+        trainer = self.trainer
+        if self._generator is None or not self.generation_samples or trainer.sanity_checking:
+            return
+        for loader in range(loaders):
+            rows = self._samples_of(loader).rows(trainer.strategy, self.processing_class)
+            suffix = f"/dataloader_idx_{loader}" if loaders > 1 else ""
+            for logger in trainer.loggers if rows else ():
+                if hasattr(logger, "log_table"):
+                    logger.log_table(f"{stage}_samples{suffix}", list(COLUMNS), rows, step=trainer.global_step)
+        self._samples.clear()
 
     # saving -----------------------------------------------------------------------------------------------------------
     def save_pretrained(
@@ -491,7 +626,6 @@ class HFModule(TrainModule):
         saved = None if ckpt_path is None else CheckpointReader(ckpt_path)
         if saved is not None:
             self._check_fits(saved, strategy)
-        state = self.state_dict() if strategy is None else strategy.full_state_dict(self, rank0_only=True)
 
         def write() -> None:
             state.update({} if saved is None else saved.model())
@@ -505,7 +639,9 @@ class HFModule(TrainModule):
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
 
-        ranks.first(write)
+        with evaluation_weights([] if trainer is None else trainer.optimizers):
+            state = self.state_dict() if strategy is None else strategy.full_state_dict(self, rank0_only=True)
+            ranks.first(write)
 
     def _check_fits(self, reader: CheckpointReader, strategy: Strategy | None) -> None:
         """Raises if a checkpoint and this module hold different weights, or different frozen ones."""
@@ -551,3 +687,13 @@ class HFModule(TrainModule):
                 return None
             options: Any = {"private": private, "token": token, "revision": revision, "commit_message": commit_message}
             return upload(Path(folder), repo_id, self, **options)
+
+
+def _row_count(batch: Mapping[str, Any]) -> int:
+    return next((len(value) for value in batch.values() if isinstance(value, Tensor)), 0)
+
+
+def _token_count(batch: Mapping[str, Any]) -> int:
+    """Returns the number of tokens, padding included, without reading anything from the device."""
+    ids = batch.get("input_ids")
+    return ids.numel() if isinstance(ids, Tensor) else 0

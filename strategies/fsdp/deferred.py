@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from leyden.core.errors import ConfigurationError
 from leyden.strategies.base import IS_META
 
+_EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.empty_like, torch.ops.aten.new_empty}
+"""Operations that allocate memory and leave its values open."""
 META, CPU = torch.device("meta"), torch.device("cpu")
 CONSTANTS: tuple[Callable[..., Tensor], ...] = (torch.tensor, torch.as_tensor, torch.asarray)
 """Functions that take values from Python. A meta tensor would lose the values, so they run on the CPU first."""
@@ -69,6 +71,8 @@ class Deferred:
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
         self._known: dict[int, torch.UntypedStorage] = {}
+        self._filled: set[int] = set()
+        """The storages that have values, and are not only allocated."""
         self._scratch = _memory(0)
 
     @contextmanager
@@ -85,6 +89,10 @@ class Deferred:
     def recipe(self, tensor: Tensor) -> Recipe | None:
         """Returns the recipe of a tensor's values; None if the tensor was not built in `recording`."""
         return Recipe.of(tensor) if _is_meta(tensor) and _key(tensor) in self._known else None
+
+    def is_filled(self, recipe: Recipe) -> bool:
+        """Returns False for memory that was allocated and never written, such as that of weights yet to be read."""
+        return recipe.storage in self._filled
 
     @torch.no_grad()
     def values(self, recipes: Iterable[Recipe]) -> dict[Recipe, Tensor]:
@@ -138,6 +146,8 @@ class Deferred:
         changes = created | _written(function, args, kwargs)
         if not changes:
             return
+        if function.overloadpacket not in _EMPTY:
+            self._filled |= changes
         # Stored as recipes, because converting the module may later swap a parameter's memory.
         args, kwargs, outputs = tree_map(self._to_recipe, (args, kwargs, outputs))
         self._operations.append(_Operation(function, args, kwargs, tree_flatten(outputs)[0], inputs, changes, state))

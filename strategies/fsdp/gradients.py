@@ -15,7 +15,6 @@ from leyden.strategies.fsdp.sharding import local, whole
 
 UNSHARDABLE = {
     "Adafactor": "takes means over whole rows and columns, and a rank holds only some",
-    "Muon": "orthogonalizes whole matrices, and a rank holds only some rows",
     "Rprop": "writes to single elements by index, which torch cannot do on shards",
     "LBFGS": "takes dot products over all parameters, and evaluates the loss again",
     "Shampoo": "preconditions whole matrices, and a rank holds only a part",
@@ -32,6 +31,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
         ConfigurationError: gives the reason.
     """
     for kind in type(optimizer).__mro__:
+        if kind is getattr(torch.optim, "Muon", None):
+            raise ConfigurationError(
+                "torch.optim.Muon orthogonalizes whole matrices, and a rank holds only some rows: use "
+                "leyden.optim.Muon, which gathers them. It takes the same arguments."
+            )
         known = kind.__module__.startswith("torch.optim") or kind.__name__ in ("Shampoo", "SOAP")
         if known and kind.__name__ in UNSHARDABLE:
             raise ConfigurationError(

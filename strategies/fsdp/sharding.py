@@ -164,7 +164,7 @@ class Sharding:
         on_host = dist.get_backend(self.source) == "gloo"
         for module, name in slots:
             tensor: Tensor = getattr(module, name)
-            if id(tensor) in seen:
+            if id(tensor) in seen or self.values.are_open((module, name)):
                 continue
             seen.add(id(tensor))
             sent = tensor.detach().to("cpu" if on_host else self.device).contiguous()

@@ -34,6 +34,11 @@ class Values:
                 if recipe is not None:
                     self._recipes[id(module), name] = recipe
 
+    def are_open(self, slot: Slot) -> bool:
+        """Returns True if a slot's tensor was built without values, which are read later."""
+        recipe = self._recipes.get((id(slot[0]), slot[1]))
+        return recipe is not None and not self.deferred.is_filled(recipe)
+
     def fill(self, slots: Iterable[Slot]) -> None:
         """Allocates tensors on the CPU and fills them.
 

@@ -75,6 +75,8 @@ def test_totals_are_logged_from_the_start_and_rates_once_the_window_is_full(tmp_
     trainer = fitted(tmp_path, ThroughputMonitor(len, length, window_size=4, split=True))
     found = rows(tmp_path)
     assert list(found) == [2, 4, 6]
+    peaks = [row.pop("train/device/peak_memory_gb") for row in found.values()]
+    assert 0.05 < peaks[0] <= peaks[-1] < 50
     assert found[2] == {"train/time": 8, "train/batches": 2, "train/samples": 6, "train/lengths": 24}
     rates = {"batches_per_sec": 0.25, "samples_per_sec": 0.75, "items_per_sec": 3.0}
     assert found[6] == {
@@ -86,6 +88,15 @@ def test_totals_are_logged_from_the_start_and_rates_once_the_window_is_full(tmp_
         **{f"train/split/{part}": 0.25 for part in ("data", "forward", "backward", "optimizer")},
     }
     assert trainer.callback_metrics["train/samples"] == 18
+
+
+def test_the_bar_shows_the_rate_utilization_and_memory_of_training(tmp_path: Path) -> None:
+    own = module()
+    own.flops_per_batch = 80.0
+    monitor = ThroughputMonitor(len, length, window_size=2, available_flops=100, prog_bar=True)
+    trainer = fitted(tmp_path, monitor, own, logger=False)
+    shown = {name for name in trainer.progress_bar_metrics if "/" in name}
+    assert shown == {"train/items_per_sec", "train/device/mfu", "train/device/peak_memory_gb"}
 
 
 @pytest.mark.usefixtures("ticking_clock")
@@ -108,7 +119,9 @@ def test_validation_has_separate_rates_and_is_excluded_from_training_time(tmp_pa
     trainer.fit(module(), BATCHES, [torch.ones(5, 4)] * 2)
     assert rows(tmp_path)[12]["train/time"] == 4 * 12
     # Four passes of two batches, not counting the sanity check.
-    assert rows(tmp_path, "validate/")[12] == {
+    found = rows(tmp_path, "validate/")[12]
+    del found["validate/device/peak_memory_gb"]
+    assert found == {
         "validate/time": 8,
         "validate/batches": 8,
         "validate/samples": 40,

@@ -1,4 +1,4 @@
-"""examples/finetune_text.py and examples/lora.py learn, and write models that transformers and peft read."""
+"""examples/finetune_text.py, lora.py and seq2seq.py learn; the first two write what transformers and peft read."""
 
 from __future__ import annotations
 
@@ -40,3 +40,14 @@ def test_adapters_are_better_than_chance_and_their_checkpoint_is_small(tmp_path:
     merged = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "lora" / "merged")
     assert merged.config.num_labels == 6
     assert peft.PeftConfig.from_pretrained(tmp_path / "lora" / "adapter").r == 8
+
+
+@pytest.mark.full
+def test_a_small_t5_learns_to_restore_vowels_and_shows_its_answers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    command = [sys.executable, ROOT / "examples" / "seq2seq.py", "--steps", "120"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    right = re.search(r"(\d+\.\d)% of the words are right", ended.stdout)
+    assert "val_right=0" in ended.stdout and right is not None and float(right[1]) > 8
+    assert len(re.findall(r"step (?:0|60|120): [a-z]+ -> .* \([a-z]+\)", ended.stdout)) == 15

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from models import QUIET
 from ranks.world import run_world
 from torch.utils.data import DataLoader
 
-from leyden import ConfigurationError, Trainer
-from leyden.callbacks import ModelCheckpoint
-from leyden.hf import HFModule, LengthGroupedSampler, MixedDataset, PackedDataset
+from leyden import ConfigurationError, Trainer, TrainModule
+from leyden.callbacks import CSVLogger, ModelCheckpoint
+from leyden.hf import HFModule, LengthGroupedSampler, MixedDataset, MixtureMonitor, PackedDataset
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -229,3 +231,61 @@ def test_an_order_by_length_is_a_permutation_with_even_batches() -> None:
     assert list(sampler) != order
     with pytest.raises(ConfigurationError, match="batch_size=0"):
         LengthGroupedSampler(lengths, batch_size=0)
+
+
+# counts ---------------------------------------------------------------------------------------------------------------
+class Counting(TrainModule):
+    """Notes after each step what the monitor has counted, and what this rank has read of each source."""
+
+    def __init__(self, monitor: MixtureMonitor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.monitor, self.read, self.noted = monitor, Counter[str](), []  # type: ignore[var-annotated]
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.read.update("b" if sample >= 1000 else "a" for sample in batch.tolist())
+        return self.weight * batch.float().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.window.closes:
+            self.noted.append([*self.monitor.counts.values(), self.read["a"], self.read["b"]])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def count(strategy: str, out: str, resume: str | None = None, **options: Any) -> Any:
+    monitor = MixtureMonitor()
+    module = Counting(monitor)
+    mixed = MixedDataset({"a": range(30), "b": range(1000, 1040)}, {"a": 1, "b": 3}, block_size=8, length=45)
+    callbacks = [monitor, ModelCheckpoint(f"{out}/saved", every_n_train_steps=3, save_top_k=-1)]
+    arguments = {**QUIET, "logger": CSVLogger(out), "enable_checkpointing": True, "log_every_n_steps": 1, **options}
+    trainer = Trainer(strategy=strategy, max_epochs=2, verbose=False, callbacks=callbacks, **arguments)
+    trainer.fit(module, DataLoader(mixed, 4), ckpt_path=resume)
+    return np.array(module.noted)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_samples_of_each_source_are_counted_over_ranks_epochs_and_resumes(accumulated: int, tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": accumulated}
+    alone = count("single_device", str(tmp_path / "one"), **options)
+    assert (alone[:, :2] == alone[:, 2:]).all() and alone[-1, :2].sum() == 90
+    row = list(csv.DictReader(next((tmp_path / "one").rglob("metrics.csv")).open()))[-1]
+    assert [float(row["samples/a"]), float(row["samples/b"])] == alone[-1, :2].tolist()
+    for step, epoch in ((3, 0), (len(alone) // 2 + 3, 1)):
+        saved = str(tmp_path / "one" / "saved" / f"epoch={epoch}-step={step // 3 * 3}")
+        again = count("single_device", str(tmp_path / f"again-{step}"), saved, **options)
+        assert (again[:, :2] == alone[step // 3 * 3 :, :2]).all()
+    if accumulated == 2:
+        ranks = run_world(2, count, "ddp", str(tmp_path / "two"))
+        assert (ranks[0][:, :2] == ranks[1][: len(ranks[0]), :2]).all()
+        assert (ranks[0][-1, :2] == alone[-1, :2]).all()
+        assert (ranks[0][:, :2] == ranks[0][:, 2:] + ranks[1][:, 2:]).all()
+
+
+def test_counts_of_a_loader_in_another_order_are_refused() -> None:
+    mixed = MixedDataset({"a": range(30)}, length=20, block_size=5)
+    trainer = Trainer(max_steps=1, callbacks=[MixtureMonitor()], verbose=False, **QUIET)
+    for loader in (DataLoader(mixed, 4, shuffle=True), DataLoader(list(range(8)), 4)):
+        with pytest.raises(ConfigurationError, match="MixtureMonitor"):
+            trainer.fit(Counting(MixtureMonitor()), loader)

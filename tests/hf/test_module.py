@@ -14,6 +14,7 @@ from models import QUIET
 from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer
+from leyden.callbacks import ThroughputMonitor
 from leyden.hf import HFModule, encode_chat, from_training_arguments
 from leyden.hf.arguments import CONVERTED, IGNORED
 from leyden.hf.loss import averages_items, shifts_labels
@@ -415,7 +416,7 @@ def test_every_training_argument_has_a_row_that_says_what_is_done_with_it() -> N
     page = (Path(__file__).parents[2] / "docs" / "from-hf-trainer.md").read_text(encoding="utf-8")
     rows_of_page = dict(re.findall(r"^\| (`[^|]+`) \| (.*) \|$", page.split("## TrainingArguments")[1], re.MULTILINE))
     said = {name: answer for names, answer in rows_of_page.items() for name in re.findall(r"`(\w+)`", names)}
-    names = {entry.name for entry in dataclasses.fields(transformers.TrainingArguments)}
+    names = {entry.name for entry in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
     assert said.keys() == names
     left_out = {name for name, answer in said.items() if answer.startswith("no counterpart")}
     assert left_out - {"load_best_model_at_end"} == names - CONVERTED - IGNORED - {"load_best_model_at_end"}
@@ -448,3 +449,58 @@ def test_a_reporter_without_a_counterpart_is_named() -> None:
 def test_an_optimizer_of_another_library_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="galore_adamw"):
         from_training_arguments(transformers.TrainingArguments(optim="galore_adamw", optim_target_modules="mlp"))
+
+
+def test_one_argument_shows_tokens_per_second_and_utilization() -> None:
+    module = HFModule(make_model("llama"), throughput=True)
+    trainer = fit(module, rows("llama", 88), max_steps=22, log_every_n_steps=1)
+    shown = trainer.callback_metrics
+    assert shown["train/items_per_sec"] > shown["train/samples_per_sec"] > 0
+    assert shown["train/items_per_sec"] == pytest.approx(float(shown["train/samples_per_sec"]) * 12, rel=1e-4)
+    assert shown["train/flops_per_sec"] > 0 and "train/device/peak_memory_gb" in trainer.progress_bar_metrics
+
+
+def test_operations_are_counted_by_matrix_tokens_and_experts_taken() -> None:
+    model = make_model("llama")
+    batch = {"input_ids": torch.zeros(2, 10, dtype=torch.long)}
+    matrices = [(name, p) for name, p in model.named_parameters() if p.ndim > 1 and "embed_tokens" not in name]
+    products = sum(p.numel() for _, p in matrices)
+    attention = 12 * 2 * 32 * 10
+    assert HFModule(model).flops_per_batch(batch) == 20 * (6 * products + attention)
+    for name, parameter in matrices:
+        parameter.requires_grad_("lm_head" in name)
+    head = model.lm_head.weight.numel()
+    assert HFModule(model).flops_per_batch(batch) == 20 * (6 * head + 4 * (products - head) + attention)
+    mixtral = make_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    experts = sum(p.numel() for name, p in mixtral.named_parameters() if "experts" in name)
+    rest = sum(p.numel() for n, p in mixtral.named_parameters() if p.ndim > 1 and "embed" not in n) - experts
+    assert HFModule(mixtral).flops_per_batch(batch) == 20 * (6 * (rest + experts / 2) + attention)
+    assert HFModule(make_model("t5")).flops_per_batch(batch) is None
+    shared = transformers.DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        first_k_dense_replace=0,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        num_attention_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        n_group=1,
+        topk_group=1,
+    )
+    deepseek = transformers.DeepseekV3ForCausalLM(shared)
+    counted = [(n, p.numel()) for n, p in deepseek.named_parameters() if p.ndim > 1 and "embed" not in n]
+    per_token = sum(size * (0.25 if ".experts." in name else 1) for name, size in counted)
+    assert HFModule(deepseek).flops_per_batch(batch) == 20 * (6 * per_token + 12 * 16 * 10)
+    assert any("shared_experts" in name for name, _ in counted)
+
+
+def test_a_monitor_of_ones_own_is_kept() -> None:
+    own = ThroughputMonitor(len, window_size=2)
+    trainer = Trainer(callbacks=[own], max_steps=2, **QUIET)
+    trainer.fit(HFModule(make_model("llama"), throughput=True), DataLoader(rows("llama", 8), 4))
+    assert [c for c in trainer.callbacks if isinstance(c, ThroughputMonitor)] == [own]
+    assert own._stages["train"].totals.batches == 2

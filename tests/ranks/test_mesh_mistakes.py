@@ -128,7 +128,7 @@ def mp_policy_without_shards(module: GPT) -> MeshStrategy:
     return TP2(plan=PLAN, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
-@mistake("Muon orthogonalizes whole matrices, and a rank holds only some rows: use an elementwise optimizer")
+@mistake("torch.optim.Muon orthogonalizes whole matrices, and a rank holds only some rows: use leyden.optim.Muon")
 def an_optimizer_of_whole_matrices(module: GPT) -> MeshStrategy:
     module.make = lambda: torch.optim.Muon([p for p in module.parameters() if p.ndim == 2])  # type: ignore[assignment]
     return TP2(plan=PLAN)

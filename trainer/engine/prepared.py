@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from leyden.trainer.engine.toggling import switch_mode
+
 if TYPE_CHECKING:
     from leyden.trainer.engine.engine import Engine
 
@@ -129,13 +131,8 @@ class PreparedOptimizer(Optimizer):
 
     def train(self) -> None:
         """Switches an optimizer with modes, such as a schedule-free one, to training; a no-op for others."""
-        self._call_if_defined("train")
+        switch_mode(self.optimizer, "train")
 
     def eval(self) -> None:
         """Switches an optimizer with modes to evaluation; a no-op for others."""
-        self._call_if_defined("eval")
-
-    def _call_if_defined(self, name: str) -> None:
-        method = getattr(self.optimizer, name, None)
-        if callable(method):
-            method()
+        switch_mode(self.optimizer, "eval")

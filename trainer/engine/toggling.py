@@ -1,13 +1,16 @@
-"""Temporary switches: which optimizer's parameters require gradients, and the train/eval modes of submodules."""
+"""Temporary switches: the parameters that require gradients, and train and eval modes of modules and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from leyden.strategies.local_weights import local_part
 
 if TYPE_CHECKING:
     from leyden.trainer.engine.engine import Engine
@@ -68,3 +71,44 @@ def keeping_modes(module: nn.Module) -> Iterator[None]:
         for part, training in modes:
             # Not `train()`, which would also change nested submodules in another mode.
             part.training = training
+
+
+@contextmanager
+def evaluation_weights(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Puts optimizers that train other weights than they evaluate, such as schedule-free ones, into evaluation mode.
+
+    Afterwards the weights have their values from before, bit for bit. The optimizer's own `train()` restores them only
+    up to rounding, so that a validation would change the training.
+    """
+    switched: list[Any] = [
+        optimizer
+        for optimizer in optimizers
+        if has_modes(optimizer) and all(group.get("train_mode", True) for group in optimizer.param_groups)
+    ]
+    # Those that have not been stepped are the same in both modes.
+    parameters = [local_part(p) for optimizer in switched for p, state in optimizer.state.items() if state]
+    before = [parameter.detach().clone() for parameter in parameters]
+    for optimizer in switched:
+        switch_mode(optimizer, "eval")
+    try:
+        yield
+    finally:
+        for optimizer in switched:
+            switch_mode(optimizer, "train")
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Returns True if an optimizer has the methods `train` and `eval`."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def switch_mode(optimizer: Any, mode: Literal["train", "eval"]) -> None:
+    """Calls an optimizer's `train` or `eval`; does nothing if it has no modes."""
+    if has_modes(optimizer):
+        getattr(optimizer, mode)()
+        # schedulefree looks up the state of every parameter, which adds an empty one for those that it never stepped.
+        for parameter in [parameter for parameter, state in optimizer.state.items() if not state]:
+            del optimizer.state[parameter]

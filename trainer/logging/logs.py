@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -216,10 +216,15 @@ class Logs:
                 batch_size = self._batch_size(entry)
             entry.add(value.detach() if enable_graph and isinstance(value, Tensor) else value, batch_size)
 
-    def show(self, values: Mapping[str, Value]) -> None:
-        """Makes values visible to callbacks that the module did not log. Loggers already have these values."""
+    def show(self, values: Mapping[str, Value], prog_bar: Collection[str] = ()) -> None:
+        """Makes values visible to callbacks that the module did not log. Loggers already have these values.
+
+        Args:
+            values: the values by name.
+            prog_bar: the names of those that the progress bar shows.
+        """
         self._receive_all()
-        self._epoch_values.update({name: (value, False, False) for name, value in values.items()})
+        self._epoch_values.update({name: (value, False, name in prog_bar) for name, value in values.items()})
 
     def _open(self, name: str, options: tuple[Any, ...], batch_size: Any) -> Entry:
         if not isinstance(name, str):

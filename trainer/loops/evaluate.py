@@ -16,7 +16,7 @@ from leyden.data.rng import rng_state, undoing
 from leyden.data.sharding import NO_SAMPLES
 from leyden.launch.heartbeat import EVALUATED, Phase
 from leyden.strategies.readers import Readers
-from leyden.trainer.engine.toggling import keeping_modes
+from leyden.trainer.engine.toggling import evaluation_weights, keeping_modes
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.logging.values import Value, in_turns, read_back
@@ -85,16 +85,21 @@ class EvaluationLoop:
             run.strategy.synchronize_buffers()
         self._rows, self._names_by_loader = self._step_rows(), []
         evaluating, beating = run.state.evaluating(self.stage), run.heartbeat.during(Phase.EVALUATION)
-        with evaluating, beating, self._evaluation_mode(), self._without_gradients():
-            self._fire("start")
-            self._fire("epoch_start")
-            for index, (cursor, own_limit) in enumerate(self.loaders):
-                before = self._batches_done
-                if not self._run_loader(index, cursor, _smallest(limit, own_limit)):
-                    self.logs.forget(self.stage)
-                    return None
-                self._names_by_loader.append(self.logs.names_since(self.stage, before))
-            values = self._end()
+        with evaluating, beating, self._evaluation_mode():
+            with self._without_gradients():
+                self._fire("start")
+            # Inside on_…_start and on_…_end, so that a callback which swaps weights there finds those it left.
+            with evaluation_weights(run.engine.optimizers), self._without_gradients():
+                self._fire("epoch_start")
+                for index, (cursor, own_limit) in enumerate(self.loaders):
+                    before = self._batches_done
+                    if not self._run_loader(index, cursor, _smallest(limit, own_limit)):
+                        self.logs.forget(self.stage)
+                        return None
+                    self._names_by_loader.append(self.logs.names_since(self.stage, before))
+                values = self._end()
+            with self._without_gradients():
+                self._fire("end")
         return self._values_by_loader(values)
 
     def _run_loader(self, index: int, cursor: LoaderCursor, limit: int | None) -> bool:
@@ -221,7 +226,6 @@ class EvaluationLoop:
             if run.state.stage == "fit":
                 run.progress.count_validation(self._batches_done)
         self.hooks.close(f"on_{stage}_epoch_end")
-        self._fire("end")
         return values
 
     def _fire(self, moment: str) -> None:

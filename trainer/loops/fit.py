@@ -108,6 +108,8 @@ class FitLoop:
         if is_iterator_step:
             check_iterator(run)
         self.validation.load()
+        for optimizer in self.engine.prepared_optimizers:
+            optimizer.train()
         if restored is None:
             self.validation.sanity_check()
         if self.arguments.limit_train_batches == 0:
@@ -142,6 +144,8 @@ class FitLoop:
         self.clock.update()
         run.end_saves()
         self.hooks.fire_all("on_train_end")
+        for optimizer in self.engine.prepared_optimizers:
+            optimizer.eval()
 
     def _epoch(self) -> bool:
         """Trains the remaining batches of this epoch.

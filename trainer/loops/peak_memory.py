@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
+from leyden.core.devices import peak_memory
 from leyden.core.text import size_of
 
 
@@ -47,19 +46,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def _record(self) -> None:
-        self._peaks[self.phase] = max(self._now(), self._peaks.get(self.phase, 0))
-
-    def _now(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        try:
-            import resource
-        except ImportError:
-            # Windows has no `resource` module.
-            return 0
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        # In kilobytes on Linux, in bytes on macOS.
-        return used if sys.platform == "darwin" else used * 1024
+        self._peaks[self.phase] = max(peak_memory(self._device), self._peaks.get(self.phase, 0))
 
     def failed(self) -> str:
         """Returns the peaks of all phases as text, after the current phase failed."""
