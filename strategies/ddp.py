@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.strategies.base import OwnLoop, Refused, shadow_items
@@ -89,6 +91,8 @@ class DDPStrategy(ProcessGroupStrategy):
         self._sync_disabled = self._manual = False
         self._has_unreduced = False
         """True under manual optimization if the last backward exchanged nothing."""
+        self._in_backward = self._owes_exchange = False
+        self._hooks: list[RemovableHandle] = []
         self._owed: list[nn.Parameter] = []
         """After a resume, the parameters whose gradients the first exchange must include."""
 
@@ -132,6 +136,10 @@ class DDPStrategy(ProcessGroupStrategy):
         wrapped = _StepModule(module, step_fn)
         if self._manual:
             wrapped.register_forward_pre_hook(self._disable_backward_sync)
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    add_hook: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+                    self._hooks.append(add_hook(self._note_gradient))
         self.ddp = ddp = self._wrapping.wrap(DistributedDataParallel, wrapped, **self._manual_defaults)
         self.before_forward, self.check_exchange = self._set_sync, self._check_finished
         self._exchanged = _trained_parameters(ddp)
@@ -198,7 +206,9 @@ class DDPStrategy(ProcessGroupStrategy):
             # The DDP object may outlive the run, but gloo aborts if its reducer outlives the process group.
             _drop_reducer(self.ddp)
         self.ddp = self.before_forward = self.check_exchange = None
-        self._has_unreduced, self._owed = False, []
+        for handle in self._hooks:
+            handle.remove()
+        self._has_unreduced, self._owed, self._hooks, self._owes_exchange = False, [], [], False
         self.own_loop.release()
         super().teardown()
 
@@ -265,8 +275,24 @@ class DDPStrategy(ProcessGroupStrategy):
             if self._owed:
                 loss = self._including_owed(loss)
             self.ddp.reducer.prepare_for_backward([loss] if self.ddp.find_unused_parameters else [])
-        super().backward(loss, *args, **kwargs)
+        self._in_backward = True
+        try:
+            super().backward(loss, *args, **kwargs)
+        finally:
+            self._in_backward = False
         self._has_unreduced = self._sync_disabled
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        """Runs when a parameter has got a gradient: DDP exchanges none of the user's own `loss.backward()`."""
+        if not self._in_backward:
+            self._has_unreduced, self._owes_exchange = True, not self._sync_disabled
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self._owes_exchange:
+            # Gradients that are exchanged already are equal on all ranks, and stay so.
+            self.sync_gradients()
+            self._has_unreduced = self._owes_exchange = False
+        super().before_step(optimizer)
 
     def unreduced_gradients(self, module: nn.Module) -> dict[str, Tensor]:
         # DDP keeps them in `.grad`. It only remembers which these are: it exchanges them even if that pass has no

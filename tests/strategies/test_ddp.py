@@ -246,6 +246,56 @@ def test_manual_optimization_syncs_each_backward() -> None:
 
 
 # communication --------------------------------------------------------------------------------------------------------
+class OwnBackward(TrainModule):
+    """Manual optimization with the user's own `loss.backward()`, twice per step, and with clipping."""
+
+    automatic_optimization = False
+
+    def __init__(self, mixes: bool, accumulates: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.mixes, self.accumulates = mixes, accumulates
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        steps = not self.accumulates or batch_idx % 2 == 1
+        with self.trainer.strategy.gradient_sync(steps):
+            self.second(self.first(batch[0]).tanh()).square().mean().backward()
+            loss = self.first(batch[0]).pow(3).mean()
+            if self.mixes:
+                self.manual_backward(loss)
+            else:
+                loss.backward()
+        if steps:
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def step_by_own_backward() -> list[dict[str, Any]]:
+    found = []
+    data = torch.randn(24, 6, generator=torch.Generator().manual_seed(5))
+    for mixes, accumulates in ((False, False), (True, False), (False, True), (True, True)):
+        torch.manual_seed(3)
+        module = OwnBackward(mixes, accumulates)
+        run = Trainer(strategy="ddp" if dist.is_torchelastic_launched() else "auto", max_epochs=1, **QUIET)
+        run.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 4 // run.world_size))
+        found.append({name: value.numpy().copy() for name, value in module.state_dict().items()})
+    return found
+
+
+def test_gradients_of_the_users_own_backward_are_averaged_before_the_step() -> None:
+    expected = step_by_own_backward()
+    first, second = run_world(2, step_by_own_backward)
+    for ours, theirs, single in zip(first, second, expected, strict=True):
+        for name, value in single.items():
+            assert (ours[name] == theirs[name]).all(), name
+            assert abs(ours[name] - value).max() < 1e-6, name
+
+
 def count_bytes(accumulate: int) -> list[tuple[int, int]]:
     """Returns for each batch its index in the window and the bytes of gradients sent."""
     sent: list[tuple[int, int]] = []
