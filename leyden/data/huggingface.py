@@ -53,10 +53,14 @@ def begin_anew(loader: Any) -> None:
     """Makes the streams in a loader begin their next pass at the start.
 
     A stream begins every pass of an epoch at the position that was loaded last, also the passes after the first one.
+    Those of `leyden.hf` have a method `begin_anew` for it.
     """
     for part in parts_of(loader):
         if getattr(part, "_starting_state_dict", None) is not None:
             part._starting_state_dict = None
+        own = getattr(part, "begin_anew", None)
+        if callable(own):
+            own()
 
 
 def check_split(parts: list[Any], rank: int, ranks: int, presharded: bool) -> None:

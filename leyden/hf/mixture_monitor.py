@@ -11,7 +11,8 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.logger import is_logged, log_to_all
 from leyden.core.errors import ConfigurationError
 from leyden.core.saved_state import SavedState
-from leyden.data.generators import parts_of
+from leyden.data.sample_rng import SampleRNG
+from leyden.data.samples import Samples
 from leyden.hf.data import MixedDataset
 
 if TYPE_CHECKING:
@@ -57,7 +58,11 @@ class MixtureMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         loader = trainer.train_dataloader
-        self._mixture = next((part for part in parts_of(loader) if isinstance(part, MixedDataset)), None)
+        dataset = getattr(loader, "dataset", None)
+        # Leyden's own wrappers.
+        while isinstance(dataset, (SampleRNG, Samples)):
+            dataset = dataset.dataset
+        self._mixture = dataset if isinstance(dataset, MixedDataset) else None
         in_order = isinstance(getattr(loader, "sampler", None), SequentialSampler)
         if self._mixture is None or not in_order or type(loader.batch_sampler) is not BatchSampler:
             raise ConfigurationError(

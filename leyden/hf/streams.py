@@ -49,10 +49,16 @@ class _Blocks(IterableDataset[Any]):
             raise ConfigurationError(f"{name}: {why}.")
         self.buffer_size, self.seed = buffer_size, seed
         self._settings = {"buffer_size": buffer_size, "seed": seed, **settings}
+        shards = getattr(dataset, "num_shards", None)
+        if isinstance(shards, int):
+            # A position within other shards would be that of other samples.
+            self._settings["num_shards"] = shards
         # In shared memory, because persistent workers keep their copy of the stream.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._loaded: dict[str, Any] | None = None
-        self._state = self._at_start(0)
+        self._first: Any = None
+        """The other stream's states before and after the first sample that was read from its start."""
+        self._state = self._begun = self._at_start(0)
 
     @abstractmethod
     def _made_of(self, block: list[Any]) -> Sequence[Any]:
@@ -64,9 +70,16 @@ class _Blocks(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
+    def begin_anew(self) -> None:
+        """Makes the next pass begin at the start, whatever position has been loaded."""
+        self._loaded = None
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the pass."""
-        return {**self._state, "settings": self._settings}
+        return self._saved(self._state)
+
+    def _saved(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "first": self._first, "settings": self._settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the position of the next pass, if that is of the same epoch.
@@ -88,6 +101,7 @@ class _Blocks(IterableDataset[Any]):
             **{name: saved.value(name) for name in ("source", "read")},
             "ended": saved.flag("ended"),
         }
+        self._first = saved.value("first")
         if self._state["read"] is not None:
             # A pass that begins now goes on where a stream that remembers its position has stopped.
             self.dataset.load_state_dict(self._state["read"])
@@ -107,15 +121,34 @@ class _Blocks(IterableDataset[Any]):
         source = None if hasattr(self.dataset, "_ex_iterable") else deepcopy(self.dataset.state_dict())
         return {"epoch": epoch, "block": 0, "drawn": 0, "source": source, "read": source, "ended": False}
 
+    def _start_of(self, before: Any) -> Any:
+        """Returns the state to load for a pass that has just yielded its first sample.
+
+        That is the state from before the pass, unless the stream begins every pass at its start, and says so only with
+        the first sample: then the state from before the pass is still that of the end of the last one.
+        """
+        if isinstance(self.dataset, _Blocks):
+            return deepcopy(self.dataset._saved(self.dataset._begun))
+        after = deepcopy(self.dataset.state_dict())
+        if self._first is None:
+            self._first = [before, after]
+        return self._first[0] if repr(after) == repr(self._first[1]) else before
+
     def _samples(self, state: dict[str, Any], iterator: Iterator[Any] | None) -> Iterator[Any]:
         """Yields the samples from a position on; without an iterator of the other stream, sets that stream back."""
+        is_anew = iterator is not None
         if iterator is None:
             begin_anew(self.dataset)
             if state["source"] is not None:
                 self.dataset.load_state_dict(deepcopy(state["source"]))
             iterator = iter(self.dataset)
         while not state["ended"]:
-            samples = list(itertools.islice(iterator, self.buffer_size))
+            samples = list(itertools.islice(iterator, 1))
+            if samples and is_anew and state["source"] is not None:
+                state = {**state, "source": self._start_of(state["source"])}
+            if is_anew:
+                self._state, self._begun, is_anew = state, dict(state), False
+            samples += itertools.islice(iterator, self.buffer_size - 1)
             if not samples and not state["block"] and get_worker_info() is None:
                 raise ConfigurationError(f"{type(self).__name__}: the stream has no samples.")
             read = deepcopy(self.dataset.state_dict())

@@ -286,6 +286,7 @@ def test_samples_of_each_source_are_counted_over_ranks_epochs_and_resumes(accumu
 def test_counts_of_a_loader_in_another_order_are_refused() -> None:
     mixed = MixedDataset({"a": range(30)}, length=20, block_size=5)
     trainer = Trainer(max_steps=1, callbacks=[MixtureMonitor()], verbose=False, **QUIET)
-    for loader in (DataLoader(mixed, 4, shuffle=True), DataLoader(list(range(8)), 4)):
+    some = torch.utils.data.Subset(mixed, range(8))
+    for loader in (DataLoader(mixed, 4, shuffle=True), DataLoader(list(range(8)), 4), DataLoader(some, 4)):
         with pytest.raises(ConfigurationError, match="MixtureMonitor"):
             trainer.fit(Counting(MixtureMonitor()), loader)

@@ -70,6 +70,21 @@ class Counting(IterableDataset[dict[str, int]]):
         self.position = state["position"]
 
 
+class Lazy(Counting):
+    """A stream that begins every pass at its start, and sets its position when the first sample is drawn."""
+
+    loaded: int | None = None
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        self.position, self.loaded = self.loaded or 0, None
+        while self.position < self.samples:
+            self.position += 1
+            yield {"x": self.position - 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = self.loaded = state["position"]
+
+
 def double(row: dict[str, Any]) -> dict[str, Any]:
     return {"x": 2 * row["x"]}
 
@@ -93,6 +108,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "interleaved": lambda folder: datasets.interleave_datasets(both(folder), probabilities=[0.3, 0.7], seed=1),
     "shuffled shards": lambda folder: stream().shuffle(seed=1, buffer_size=1),
     "own": lambda folder: Counting(),
+    "own, lazy": lambda folder: Lazy(),
     "nested": lambda folder: ShuffledStream(stream(), 5),
 }
 
@@ -158,6 +174,51 @@ def test_a_packed_stream_resumes_with_the_rows_of_an_unbroken_one(folder: Path) 
         assert len(rows) * 9 < 1.25 * sum(tokens.values())
     everything = samples_of(ShuffledStream(stream(), SAMPLES))
     assert sorted(everything) == list(range(SAMPLES)) != everything
+
+
+@pytest.mark.parametrize(
+    "make", [Lazy, Counting, lambda: ShuffledStream(Lazy(), 5)], ids=["lazy", "counting", "nested"]
+)
+def test_a_second_epoch_resumes_whenever_the_stream_sets_its_position(make: Callable[[], Any]) -> None:
+    unbroken = ShuffledStream(make(), BUFFER, seed=1)
+    epochs = []
+    for epoch in range(3):
+        unbroken.set_epoch(epoch)
+        epochs.append(samples_of(unbroken))
+    assert [sorted(samples) for samples in epochs] == [list(range(SAMPLES))] * 3
+    for cut in (1, BUFFER - 1, BUFFER, BUFFER + 3):
+        begun = ShuffledStream(make(), BUFFER, seed=1)
+        samples_of(begun)
+        begun.set_epoch(1)
+        samples_of(itertools.islice(begun, cut))
+        resumed = ShuffledStream(make(), BUFFER, seed=1)
+        resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+        resumed.set_epoch(1)
+        assert samples_of(resumed) == epochs[1][cut:], cut
+        resumed.set_epoch(2)
+        assert samples_of(resumed) == epochs[2], cut
+
+
+def test_a_new_fit_after_a_finished_one_was_resumed_reads_everything(tmp_path: Path) -> None:
+    def fit(loader: Any, resume: Path | None = None) -> Trainer:
+        trainer = Trainer(max_epochs=1, **QUIET)
+        trainer.fit(Noting(str(tmp_path), 99), loader, ckpt_path=resume)
+        return trainer
+
+    finished = fit(DataLoader(ShuffledStream(stream(), BUFFER), 2))
+    finished.save_checkpoint(tmp_path / "end")
+    same = DataLoader(ShuffledStream(stream(), BUFFER), 2)
+    assert fit(same, tmp_path / "end").global_step == finished.global_step
+    assert fit(same).global_step == finished.global_step
+
+
+def test_other_shards_at_a_resume_are_refused() -> None:
+    begun = ShuffledStream(stream(), BUFFER)
+    next(iter(begun))
+    rows = [{"x": x} for x in range(SAMPLES)]
+    one = ShuffledStream(datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=1), BUFFER)
+    with pytest.raises(ConfigurationError, match="num_shards=1"):
+        one.load_state_dict(begun.state_dict())
 
 
 def test_a_stream_goes_on_after_a_resume_and_starts_over_at_the_next_pass() -> None:
