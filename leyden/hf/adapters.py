@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from leyden.core.errors import ConfigurationError, kind_of, needs
+from leyden.strategies.base import Strategy
 
 
 def plain_config(config: Any) -> dict[str, Any]:
@@ -82,6 +83,19 @@ def _is_independent(config: Mapping[str, Any]) -> bool:
 def is_prompt(model: Any) -> bool:
     """Returns True for adapters that are prompts, which peft saves from the live model and not from a state dict."""
     return hasattr(model, "get_base_model") and bool(model.peft_config[model.active_adapter].is_prompt_learning)
+
+
+def check_prompt(model: Any, strategy: Strategy) -> None:
+    """Raises ConfigurationError if a strategy splits what learned prompts belong to."""
+    kind = str(model.peft_config[model.active_adapter].peft_type.value)
+    is_pipeline = strategy.outputs.are_in_parts
+    # Prefix tuning learns keys and values of all heads; prompt tuning learns inputs.
+    splits_heads = strategy.data_size < strategy.world_size and kind != "PROMPT_TUNING"
+    if is_pipeline or splits_heads:
+        raise ConfigurationError(
+            f"{kind} does not work with {'a pipeline' if is_pipeline else 'tensor parallel'}, which splits the layers "
+            "that the prompt belongs to. Use LoraConfig, or strategy='fsdp'."
+        )
 
 
 def whole_copy(model: Any, weights: Mapping[str, Tensor]) -> Any:

@@ -22,7 +22,15 @@ from leyden.checkpoint.frozen import FrozenPart, digests_of
 from leyden.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.errors import ConfigurationError, kind_of, nearest, needs
-from leyden.hf.adapters import check_base, is_prompt, merged_model, plain_config, whole_copy, with_adapters
+from leyden.hf.adapters import (
+    check_base,
+    check_prompt,
+    is_prompt,
+    merged_model,
+    plain_config,
+    whole_copy,
+    with_adapters,
+)
 from leyden.hf.generation import COLUMNS, Generator, SampleTable, generate_arguments
 from leyden.hf.loss import (
     ChunkedHead,
@@ -197,8 +205,12 @@ class HFModule(TrainModule):
         if self.model is None:
             self._build()
             self._finish()
-        if self._generator is not None and self._trainer is not None:
+        if self._trainer is None:
+            return
+        if self._generator is not None:
             self._generator.check_strategy(self._trainer.strategy)
+        if is_prompt(self.model):
+            check_prompt(self.model, self._trainer.strategy)
 
     def _finish(self) -> None:
         """Prepares the model for training: embeddings, adapters, and how it counts its loss."""

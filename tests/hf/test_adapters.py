@@ -279,3 +279,37 @@ def test_what_cannot_be_merged_or_adapted_is_refused(tmp_path: Path) -> None:
     quantized.is_quantized = True
     with pytest.raises(ConfigurationError, match="QLoRA"):
         HFModule(quantized, peft_config=LORA)
+
+
+def split_adapters(layout: str, config: Any) -> float:
+    module = HFModule(make_model("llama"), lr=1e-2, peft_config=config, scheduler=None)
+    torch.manual_seed(0)
+    trainer = Trainer(strategy=STRATEGIES[layout](), max_steps=4, verbose=False, **QUIET)
+    trainer.fit(module, DataLoader(rows("llama", 16), 4))
+    state = trainer.strategy.full_state_dict(module, rank0_only=False)
+    return sum(float(value.double().abs().sum()) for value in state.values())
+
+
+DORA = {"r": 4, "use_dora": True, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "kind", "arguments", "refused"),
+    [
+        ("pp", "LoraConfig", DORA, ""),
+        ("tp", "PromptTuningConfig", {"num_virtual_tokens": 3}, ""),
+        ("tp", "LoraConfig", DORA, "lora_magnitude_vector"),
+        ("tp", "PrefixTuningConfig", {"num_virtual_tokens": 3}, "PREFIX_TUNING does not work with tensor parallel"),
+        ("pp", "PromptTuningConfig", {"num_virtual_tokens": 3}, "PROMPT_TUNING does not work with a pipeline"),
+    ],
+)
+def test_other_adapters_train_on_split_models_or_are_refused(
+    layout: str, kind: str, arguments: dict[str, Any], refused: str
+) -> None:
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **arguments)
+    answers = run_world(2, split_adapters, layout, config, may_fail=True)
+    if refused:
+        assert any(refused in str(answer) for answer in answers), answers
+    else:
+        assert answers == pytest.approx([split_adapters("single", config)] * 2, rel=1e-5)
