@@ -20,8 +20,9 @@ STRATEGIES: dict[str, Any] = {
     "fsdp": FSDPStrategy,
     "tp": lambda: MeshStrategy(tp=2, dp_shard=1),
     "pp": lambda: MeshStrategy(pp=2, dp_shard=1),
+    "mesh": lambda: MeshStrategy(tp=2, dp_shard=2),
 }
-"""The layouts of two ranks, and one process, by name."""
+"""Layouts by name: of one process, of four ranks ("mesh"), and of two."""
 
 
 def make_model(kind: str, **config: Any) -> Any:

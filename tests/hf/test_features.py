@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from leyden import Trainer
 from leyden.callbacks import ModelCheckpoint
 from leyden.hf import HFModule, PackedDataset
-from leyden.strategies import MeshStrategy
 
 transformers = pytest.importorskip("transformers", minversion="5")
 peft = pytest.importorskip("peft")
@@ -31,7 +30,6 @@ NAMES = {
     "pipeline": "pp",
     "FSDP × tensor": "mesh",
 }
-LAYOUTS: dict[str, Callable[[], Any]] = {**STRATEGIES, "mesh": lambda: MeshStrategy(tp=2, dp_shard=2)}
 
 
 def documents() -> list[dict[str, Any]]:
@@ -88,7 +86,7 @@ def train(layout: str, feature: str, folder: str) -> float:
         saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, trainable_only=True)
         settings = {**QUIET, "enable_checkpointing": True}
         trainer = Trainer(
-            strategy=LAYOUTS[layout](),
+            strategy=STRATEGIES[layout](),
             max_steps=steps,
             limit_train_batches=4,
             callbacks=[saves],
@@ -116,13 +114,13 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 def test_the_table_has_every_feature_and_strategy() -> None:
     cells = table()
-    assert cells.keys() == LAYOUTS.keys()
+    assert cells.keys() == STRATEGIES.keys()
     for column in cells.values():
         assert column.keys() == FEATURES.keys() and set(column.values()) <= {"yes", "refused"}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
+@pytest.mark.parametrize("layout", [name for name in STRATEGIES if name != "single"])
 def test_features_that_the_table_allows_train_like_one_process(
     layout: str, single: dict[str, float], tmp_path: Path
 ) -> None:

@@ -71,9 +71,9 @@ def start(strategy: str, folder: str, out: str) -> None:
     module.save_pretrained(out)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
+@pytest.mark.parametrize("strategy", ["fsdp", "tp", pytest.param("mesh", marks=pytest.mark.full)])
 def test_shards_start_from_the_pretrained_weights_bit_for_bit(strategy: str, single: Any, tmp_path: Path) -> None:
-    run_world(2, start, strategy, str(single[0]), str(tmp_path))
+    run_world(4 if strategy == "mesh" else 2, start, strategy, str(single[0]), str(tmp_path))
     found = pretrained(tmp_path)
     assert all(torch.equal(found[name], value) for name, value in make_model("llama").state_dict().items())
 
