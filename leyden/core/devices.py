@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,6 +99,9 @@ def peak_memory(device: torch.device) -> int:
     """Returns the most bytes in use so far: allocated by torch on CUDA, of the process elsewhere; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Linux. A new process inherits ru_maxrss, below, from the one that started it.
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
     try:
         import resource
     except ImportError:
