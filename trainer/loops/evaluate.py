@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -86,7 +86,7 @@ class EvaluationLoop:
         self._rows, self._names_by_loader = self._step_rows(), []
         evaluating, beating = run.state.evaluating(self.stage), run.heartbeat.during(Phase.EVALUATION)
         with evaluating, beating, self._evaluation_mode():
-            with self._without_gradients():
+            with self._grad_off():
                 self._fire("start")
             # Inside on_…_start and on_…_end, so that a callback which swaps weights there finds those it left.
             with evaluation_weights(run.engine.optimizers), self._without_gradients():
@@ -258,13 +258,16 @@ class EvaluationLoop:
             yield
         self._fire("model_train")
 
-    @contextmanager
-    def _without_gradients(self) -> Iterator[None]:
+    def _grad_off(self) -> AbstractContextManager[Any]:
         run = self._run
         inference = run.arguments.inference_mode and run.strategy.supports_inference_mode
-        with torch.inference_mode() if inference else torch.no_grad():
+        return torch.inference_mode() if inference else torch.no_grad()
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        with self._grad_off():
             yield
-        run.strategy.end_evaluation()
+        self._run.strategy.end_evaluation()
 
 
 class PredictionLoop(EvaluationLoop):
