@@ -285,7 +285,8 @@ class DDPStrategy(ProcessGroupStrategy):
     def _note_gradient(self, parameter: Tensor) -> None:
         """Runs when a parameter has got a gradient: DDP exchanges none of the user's own `loss.backward()`."""
         if not self._in_backward:
-            self._has_unreduced, self._owes_exchange = True, not self._sync_disabled
+            self._has_unreduced = True
+            self._owes_exchange = self._owes_exchange or not self._sync_disabled
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._owes_exchange:

@@ -266,6 +266,9 @@ class OwnBackward(TrainModule):
                 self.manual_backward(loss)
             else:
                 loss.backward()
+        with self.trainer.strategy.gradient_sync(False):
+            # Exchanged with the others, though none of its own is asked for.
+            (0.1 * self.second(batch[0][:, :1].expand(-1, 8)).square().mean()).backward()
         if steps:
             self.clip_gradients(optimizer, 0.1, "norm")
             optimizer.step()
