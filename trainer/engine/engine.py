@@ -234,7 +234,7 @@ class Engine:
     def _warn_of_plain_backward(self) -> None:
         self._needs_manual_backward, self._went_backward = False, True
         problems = [
-            *(["are not exchanged with the other ranks"] if self.strategy.ranks.world_size > 1 else []),
+            *(["are not weighted by the size of each rank's batch"] if self.strategy.ranks.world_size > 1 else []),
             *([f"are not scaled for precision={self.precision.name!r}"] if self.precision.scales_loss else []),
         ]
         warn(
