@@ -104,7 +104,8 @@ def test_losses_and_weights_are_those_of_transformers_trainer(case: str, tmp_pat
     expected, weights = by_transformers(kind, accumulation, smoothing, data, str(tmp_path), scaled, config)
     found, own = by_leyden(kind, accumulation, smoothing, data, 1, config)
     assert len(found) == len(expected) == STEPS
-    assert found == pytest.approx(expected, rel=0, abs=1e-6)
+    # Of losses above 1, float32 has six digits; which way the last one is rounded depends on the processor.
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
     assert expected[0] - expected[-1] > 0.01, "the model did not learn"
     for name, value in weights.items():
         assert torch.allclose(own[name], value, rtol=0, atol=1e-6), name
