@@ -469,6 +469,7 @@ def result_of(trainer: Trainer, module: Any) -> dict[str, Any]:
         "progress": {name: value for name, value in progress.items() if not name.startswith("seconds")},
         "checkpoints": [kept_checkpoints(callback) for callback in trainer.checkpoint_callbacks],
         "stopping": None if stopping is None else stopping.state_dict(),
+        "history": list(trainer.history),
         "random": [float(torch.rand(())), random.random(), float(np.random.rand())],
     }
 

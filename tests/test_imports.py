@@ -15,7 +15,7 @@ import leyden
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("trainer", "callbacks", "strategies")
-MACHINERY = ("core", "launch", "data", "checkpoint", "accelerator", "hf", "compat", "cli", "optim")
+MACHINERY = ("core", "launch", "data", "checkpoint", "report", "accelerator", "hf", "compat", "cli", "optim")
 
 # The rooms, from the ground up. A module belongs to the room with the longest matching prefix, and imports from its own
 # room and from those below.
@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.logging",),
     ("leyden.trainer.engine",),
     ("leyden.checkpoint",),
+    ("leyden.report",),
     ("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams", "leyden.trainer.exporting"),
     ("leyden.trainer.tuning",),
     ("leyden.callbacks",),

@@ -70,7 +70,8 @@ def end_with_error(
     # On several ranks, the failure report already names the place.
     advice.annotate(run, better, place if ranks.world_size == 1 else "")
     _call_on_exception(run, error)
-    _warn_of(_errors_of(run.finalize, "failed"))
+    # A second Ctrl-C does not wait for the end of the step.
+    _warn_of(_errors_of(run.finalize, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"))
     if is_quiet(error):
         run.report(last_words() or "")
     if not is_first:

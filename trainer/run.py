@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.checkpoint.saves import Saves
+from leyden.checkpoint.status import ENDINGS, RunStatus
 from leyden.checkpoint.trained import Trained
 from leyden.core.rank_zero import inform, warn
 from leyden.launch.heartbeat import Heartbeat, Phase
@@ -19,12 +20,13 @@ from leyden.trainer.ending import call_teardown
 from leyden.trainer.engine.schedulers import SchedulerConfig, parse
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.hparams import hparams_to_log
+from leyden.trainer.logging.history import EpochRows
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.values import Value, are_finite, read_back, readable_losses
 from leyden.trainer.plugins import end_plugins, wait_for
 from leyden.trainer.reporting.rows import send_rows
 from leyden.trainer.reporting.summary import five_lines, settings_of
-from leyden.trainer.saved.checkpoint_folders import are_on_each_node
+from leyden.trainer.saved.checkpoint_folders import are_on_each_node, places_of
 from leyden.trainer.starting.build import (
     accumulation_of,
     check_steps,
@@ -130,12 +132,14 @@ class Run:
         ckpt_path: the checkpoint that the run starts from; None without one.
         is_profiled: True while the profiler measures the run.
         saves: writes the checkpoints, holds the lock on their folder.
+        status: the record in the run's folder that this fit is running; None before it, and on other ranks.
         continued: checkpoints saved by this same training before the fit, the newest last. A rollback may use them.
         progress: the progress of training. Carried over, like the rest; a fit from scratch starts a new one.
         saved: resumable checkpoints that the fit has saved, the newest last.
         schedulers: the learning-rate schedulers, each with its stepping schedule.
         trained: the parameters that the fit has frozen or unfrozen.
         identity: the identity of this training, compared by `ckpt_path="auto"`; None before a fit.
+        history: the rows of `trainer.history`.
         writer_folder: the first rank's log folder; None until a fit on several ranks has announced itself.
         folder: the run's folder, with its checkpoints; None before the first fit, and if it writes nothing.
     """
@@ -161,6 +165,7 @@ class Run:
     ckpt_path: str | None = field(default=None, init=False)
     is_profiled: bool = field(default=False, init=False)
     saves: Saves = field(default_factory=Saves)
+    status: RunStatus | None = field(default=None, init=False)
     continued: list[Path] = field(default_factory=list, init=False)
 
     progress: Progress
@@ -168,6 +173,7 @@ class Run:
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     trained: Trained = field(default_factory=Trained)
     identity: Identity | None = None
+    history: EpochRows = field(default_factory=EpochRows)
     writer_folder: str | None = None
     folder: str | None = None
 
@@ -206,6 +212,7 @@ class Run:
             saves=Saves(plans=self.saves.plans),
             progress=Progress() if starts_anew else self.progress,
             saved={} if starts_anew else self.saved,
+            history=EpochRows() if starts_anew else self.history,
         )
 
     def take_over(self, module: TrainModule, found: Mapping[str, Any]) -> None:
@@ -218,6 +225,7 @@ class Run:
         self.module, self.progress = module, Progress.from_dict(found["progress"])
         self.logs = Logs(self.hooks, module)
         self.logs.load_state_dict(found["logs"])
+        self.history.load_state_dict(found["history"])
         self.should_stop = found["should_stop"]
         self.folder = found["folder"]
 
@@ -322,8 +330,12 @@ class Run:
         self.folder = enter_folder(self, reader, goal)
         if goal.path != "auto":
             self._hold(alone=False)
-        if self.folder is not None:
-            self.heartbeat.report_to(self.folder)
+        if self.folder is None:
+            return
+        self.heartbeat.report_to(self.folder)
+        if self.state.stage == "fit" and self.strategy.ranks.is_global_zero:
+            with self._warning_of_status():
+                self.status = RunStatus.begin(Path(self.folder), places_of(self.callbacks, self.folder))
 
     def _hold(self, alone: bool) -> None:
         """Locks the checkpoint folder for this run, or only checks that no other run has locked it.
@@ -556,13 +568,17 @@ class Run:
             send_rows(loggers, [row], self.progress.epoch, self.logs.nans)
 
     def send_epoch(self, values: Mapping[str, Value], logged: Mapping[str, Value]) -> None:
-        """Sends the values of an epoch to the loggers. Losses that no logger gets are checked for nan, too.
+        """Sends the values of an epoch to the loggers, and in a fit to `trainer.history`.
+
+        Losses that no logger gets are checked for nan, too.
 
         Args:
             values: all values of the epoch.
             logged: those for loggers.
         """
         self.send(logged)
+        if self.state.stage == "fit":
+            self.history.add(self.progress.epoch, self.progress.global_step, values)
         if self.strategy.ranks.is_global_zero and not self.arguments.barebones:
             sent = logged if self.loggers else {}
             losses = readable_losses((name, value) for name, value in values.items() if name not in sent)
@@ -603,15 +619,30 @@ class Run:
             debugging.report(debugging.loader_facts(ranks.global_rank, self.loaders.train_loader))
 
     def finalize(self, status: str) -> None:
-        """Closes all loggers, even if one of them fails, and prints the profiler's measurements.
+        """Closes all loggers, even if one of them fails, prints the profiler's measurements, and records the ending.
 
         Args:
             status: "success", "interrupted" or "failed".
         """
         with ExitStack() as stack:
+            stack.callback(self._record_ending, ENDINGS[status])
             stack.callback(self._end_profiler)
             for logger in reversed(self.loggers) if self.strategy.ranks.is_global_zero else ():
                 stack.callback(logger.finalize, status)
+
+    def _record_ending(self, ending: str) -> None:
+        """Records in the run's folder how the fit ended. An error of a logger that closes ends it again."""
+        if self.status is not None and self.folder is not None:
+            with self._warning_of_status():
+                self.status.end(Path(self.folder), ending, self.progress.global_step)
+
+    @contextmanager
+    def _warning_of_status(self) -> Iterator[None]:
+        """Turns an error of the block into a warning, such as that of a full disk: no run fails for its status."""
+        try:
+            yield
+        except OSError as error:
+            warn(f"the status of the run could not be written to {self.folder}: {error.strerror or error}.")
 
     def _end_profiler(self) -> None:
         """Ends the profiler exactly once, whatever else fails at the end. Errors of the profiler are only warned of."""

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from leyden.trainer.events.preemption import Preemption
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.events.signals import Signals
+    from leyden.trainer.logging.history import History
     from leyden.trainer.logging.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.module import TrainModule
@@ -871,6 +872,16 @@ class Trainer:
     def callback_metrics(self) -> dict[str, Tensor]:
         """All logged values, under all of their names, on their devices."""
         return self.logs.callback_metrics()
+
+    @property
+    def history(self) -> History:
+        """The table of the last fit's epoch values: a row for each epoch, and for each further validation within one.
+
+        The same on all ranks. Values stay on their devices until this is read. A resume continues the table of its
+        checkpoint, and a rollback drops the rows after its step; `validate` and `test` add none. As in
+        `callback_metrics`, an epoch's own values are there from the closing callbacks of `on_train_epoch_end` on.
+        """
+        return self._run.history.table()
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:

@@ -228,6 +228,8 @@ class ModelCheckpoint(Callback):
         self._record_background_save()
         return {
             "dirpath": self.dirpath,
+            "monitor": self.monitor,
+            "mode": self.mode,
             "best_model_path": self._relative(self.best_model_path),
             "best_model_score": number_of(self.best_model_score),
             "current_score": number_of(self.current_score),

@@ -21,6 +21,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.plain import STARTS, HParams, as_dict, json_text, json_value, run_files
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.secrets import OWNERS, is_marked
+from leyden.checkpoint.status import RUN_FILE
 from leyden.core.errors import ConfigurationError, StateError
 from leyden.core.paths import check_plain, local_path
 from leyden.core.saved_state import SavedState
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 
-RUN_FILE = "run.json"
 HPARAMS_FILE = "hparams.json"
 YAML_FILE = "hparams.yaml"
 SWEPT = 16

@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.errors import CheckpointError
-from leyden.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
+from leyden.checkpoint.format.listing import all_entries, levels, ordered
+from leyden.checkpoint.format.manifest import MANIFEST, Manifest
 from leyden.core.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.checkpoint.reader import CheckpointReader
-
-
-Key: TypeAlias = tuple[int, int, str, str]
-"""Sorts checkpoints by age."""
 
 
 def newest(
@@ -93,7 +89,7 @@ def _newest_first(
     """
     entries = []
     for index, (folder, depth) in enumerate(places):
-        for key, path, found in _all_entries(folder, depth):
+        for key, path, found in all_entries(folder, depth):
             if accepts is None or accepts(path):
                 reason = (str(found.path), found.reason) if isinstance(found, CheckpointError) else None
                 entries.append((key, (index, str(path.relative_to(folder)), reason)))
@@ -134,69 +130,10 @@ def delete(path: str | os.PathLike[str]) -> None:
         raise CheckpointError(path, f"cannot be deleted: {error.strerror or error}.") from error
 
 
-def ordered(folder: Path, depth: int = 0) -> list[tuple[Path, Manifest | CheckpointError]]:
-    """Returns every checkpoint with its manifest, oldest first. Unreadable ones come last, with the error."""
-    entries = sorted(_all_entries(folder, depth), key=lambda entry: entry[0])
-    return [(path, manifest) for _, path, manifest in entries]
-
-
-def _all_entries(folder: Path, depth: int) -> list[tuple[Key, Path, Manifest | CheckpointError]]:
-    return [entry for level in _levels(folder, depth) for entry in _entries(level)]
-
-
-def _levels(folder: Path, depth: int) -> list[Path]:
-    """Returns a folder, and the folders up to `depth` levels below it that are not checkpoints."""
-    folders = level = [folder]
-    for _ in range(depth):
-        below: list[Path] = []
-        for parent in level:
-            with suppress(OSError):
-                below += [path for path in sorted(parent.iterdir()) if _may_hold_checkpoints(path)]
-        folders, level = folders + below, below
-    return folders
-
-
 def _sweep(places: Sequence[tuple[Path, int]]) -> None:
     for place in places:
-        for level in _levels(*place):
+        for level in levels(*place):
             staging.sweep(level)
-
-
-def _may_hold_checkpoints(path: Path) -> bool:
-    return (
-        path.is_dir()
-        and not path.is_symlink()
-        and not staging.is_staging(path.name)
-        and not _looks_like_checkpoint(path)
-    )
-
-
-def _entries(folder: Path) -> list[tuple[Key, Path, Manifest | CheckpointError]]:
-    """Returns the checkpoints directly in a folder, each preceded by a key that sorts them by age."""
-    found: list[tuple[Key, Path, Manifest | CheckpointError]] = []
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError:
-        return []
-    aside = {path.name for path, _ in staging.set_aside(folder)}
-    for name in names:
-        path = folder / name
-        if staging.is_staging(name) and name not in aside:
-            continue
-        # A link such as "last" points to a checkpoint that is listed under its own name.
-        if path.is_symlink() or not path.is_dir() or not _looks_like_checkpoint(path):
-            continue
-        try:
-            manifest = read_manifest(path)
-            found.append(((0, manifest.save_counter, manifest.saved_at, name), path, manifest))
-        except CheckpointError as error:
-            found.append(((1, 0, "", name), path, error))
-    return found
-
-
-def _looks_like_checkpoint(path: Path) -> bool:
-    # A checkpoint that has lost its manifest is listed too, so that the caller warns of the damage.
-    return any(os.path.lexists(path / name) for name in (MANIFEST, "layout.json", "progress.json"))
 
 
 def identity(manifest: Manifest) -> str:

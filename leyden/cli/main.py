@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "estimate.placements",
         "Print where a mesh of ranks puts every parameter of a model, and the bytes on each rank.",
     ),
+    "runs": ("runs", "List the runs below a folder, with state, step, best metric and last checkpoint."),
     "checkpoint": ("checkpoint.checkpoints", "List, verify and show checkpoints."),
     "bisect": ("checkpoint.bisect", "Name the first step after which the weights of two runs differ."),
     "replay": ("checkpoint.replay", "Run one step of a run again, and report what happens in it."),

@@ -1,4 +1,4 @@
-"""Formats text for people: aligned columns, lists, and sizes in bytes."""
+"""Formats text for people: aligned columns, lists, sizes in bytes, and text from files."""
 
 from __future__ import annotations
 
@@ -65,3 +65,13 @@ def size_of(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def printable(text: str) -> str:
+    r"""Escapes control characters, which could make a terminal hide parts of a text from a file.
+
+    Example:
+        >>> printable("rm -r x\x1b[2K")
+        'rm -r x\\x1b[2K'
+    """
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)

@@ -132,6 +132,7 @@ class FitLoop:
             self.validation.run_at_start()
         while not self._is_done():
             self._look_up_listeners()
+            run.history.resume()
             if self.progress.phase == "epoch_start":
                 self._begin_epoch()
             elif self.progress.phase == "paused":
@@ -139,6 +140,7 @@ class FitLoop:
             self.counter.begin_epoch()
             complete = self._iterator_epoch() if is_iterator_step else self._epoch()
             if not complete:
+                run.history.pause()
                 self._validate_at_stop()
             self._end_epoch(complete)
         self.clock.update()
@@ -344,6 +346,8 @@ class FitLoop:
             complete: False if the run stops inside the epoch; its metric sums are then kept for a resume.
         """
         progress = self.progress
+        if not complete:
+            self._run.history.pause()
         self._remaining = iter(())  # Drops the loader's iterator, whose workers then shut down, in a cut epoch too.
         self.counter.end_epoch()
         fell_short = self.num_batches is not None and 0 < progress.batch < self.num_batches
@@ -476,7 +480,7 @@ class FitLoop:
             self._run.send(self.logs.step_values("train"))
         if interval == "epoch" and overrides(self.module, "lr_scheduler_step", TrainModule):
             # The epoch's values are already reduced, so values logged by `lr_scheduler_step` are reduced separately.
-            self._run.send(self.logs.reduce_epoch("train")[1])
+            self._run.send_epoch(*self.logs.reduce_epoch("train"))
 
     def _validate_at_stop(self) -> None:
         """Validates the final weights if `should_stop` ended the run inside an epoch."""
@@ -581,6 +585,9 @@ class FitLoop:
         """Restores a resumed run's position in the data, and finishes the step or epoch that the saved run began."""
         if self._restored is None:
             return
+        if self.progress.phase != "paused":
+            # Otherwise the limit may still hold, and the rows of its epoch's end are the last ones.
+            self._run.history.resume()
         with self._restored.blame("loader"):
             inside = self._restore_loaders(self._restored.get("loader"))
         # Random states last, because everything before may draw random numbers.

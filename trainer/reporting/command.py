@@ -15,6 +15,7 @@ from leyden.checkpoint.format.secrets import masked_words
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.environment import STARTED_IN, rank_environment
 from leyden.core.saved_state import SavedState
+from leyden.core.text import printable
 from leyden.trainer.launched import COMMAND
 
 FILE = "command"
@@ -79,13 +80,3 @@ class Command:
 def words_here() -> list[str]:
     """Returns the program and arguments of this process, with secrets masked."""
     return masked_words([sys.executable, *sys.orig_argv[1:]])
-
-
-def printable(text: str) -> str:
-    r"""Escapes control characters, which could make a terminal hide parts of a text from a file.
-
-    Example:
-        >>> printable("rm -r x\x1b[2K")
-        'rm -r x\\x1b[2K'
-    """
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)

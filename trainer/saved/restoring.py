@@ -22,6 +22,7 @@ from leyden.core.saved_state import SavedState
 from leyden.data.positions import check_loaders
 from leyden.strategies.weights import check_partial
 from leyden.trainer.events.progress import Progress
+from leyden.trainer.logging.history import FILE as HISTORY
 from leyden.trainer.saved.checkpoint_folders import checkpoint_callbacks
 from leyden.trainer.saved.goal import Goal
 from leyden.trainer.saved.identity import Identity
@@ -63,6 +64,7 @@ class Restorer:
         self._users = UserStates(run)
         self._progress: Progress | None = None
         self._rank: Unclaimed | None = None
+        self._history: dict[str, Any] = {}
         self._schedulers: dict[str, Any] | None = None
         self._optimizers: list[dict[str, Any]] | None = None
         self._lightning: LightningRun | None = None
@@ -91,6 +93,10 @@ class Restorer:
                 "was saved with weights_only=True and cannot be resumed. To load its weights, pass restore='weights'.",
             )
         self._progress = progress_of(reader) if "progress" in parts else None
+        if "progress" in parts and reader.has(HISTORY):
+            self._history = reader.state(HISTORY)
+            with blame(reader.path / f"{HISTORY}.json"):
+                run.history.check_state_dict(self._history)
         self._read_rank(reader, like)
         if "optimizers" in parts:
             self._schedulers = reader.state(SCHEDULERS)
@@ -227,6 +233,10 @@ class Restorer:
         self._rank.load("gradients", "unreduced")
         if self._progress is not None:
             run.progress.continue_from(self._progress)
+            if self._within:
+                run.history.go_back(self._progress.global_step)
+            else:
+                run.history.load_state_dict(self._history)
         self._release()
         return self._rank
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.loggers.logger import FolderLogger, Logger, claim_version, read_run_id, version_of, write_run_id
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.checkpoint.folder import all_checkpoints, ordered
+from leyden.checkpoint.folder import all_checkpoints
 from leyden.checkpoint.format.errors import CheckpointError, blame
+from leyden.checkpoint.format.listing import ordered
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.rank_zero import warn
 from leyden.trainer.arguments.replay import replay_of

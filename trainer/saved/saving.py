@@ -21,6 +21,7 @@ from leyden.checkpoint.saves import is_possible
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.trainer.arguments.replay import replay_of
+from leyden.trainer.logging.history import FILE as HISTORY
 from leyden.trainer.plugins import wait_for
 from leyden.trainer.reporting.command import FILE as COMMAND
 from leyden.trainer.reporting.command import Command
@@ -239,6 +240,8 @@ def _save_states(
     command = Command.here()
     if command is not None:
         writer.json(COMMAND, command.to_dict())
+    if writer.is_first and (history := run.history.state_dict()):
+        writer.state(HISTORY, history)
     folder = record_of(run.folder, path)
     if folder is not None:
         writer.json(RECORD, folder)

@@ -93,6 +93,7 @@ def final_state(run: Run, callbacks: Iterable[Callback], result: Any, last_check
         "callbacks": [_plain_attributes(callback) for callback in callbacks],
         "attributes": _plain_attributes(run.module),
         "last_checkpoint": last_checkpoint,
+        "history": run.history.state_dict(),
         "should_stop": run.should_stop,
         "folder": run.folder,
     }

@@ -21,10 +21,10 @@ from leyden.checkpoint.reader import CheckpointReader
 from leyden.cli.checkpoint.bisect import file_of, files_below
 from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.core.paths import local_path
-from leyden.core.text import aligned, listed
+from leyden.core.text import aligned, listed, printable
 from leyden.launch.processes import temporary
 from leyden.trainer.arguments.replay import Replay
-from leyden.trainer.reporting.command import Command, printable
+from leyden.trainer.reporting.command import Command
 from leyden.trainer.saved.checkpoint_folders import CHECKPOINTS
 from leyden.trainer.saved.identity import Identity
 from leyden.trainer.saved.resuming import progress_of

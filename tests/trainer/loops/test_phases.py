@@ -129,8 +129,8 @@ class ClosingSaver(Callback):
 
 def fit(
     folder: Path, saver: Saver, checkpoint: Path | None = None, max_steps: int = STEPS, **options: Any
-) -> tuple[Module, dict[str, torch.Tensor]]:
-    """Trains to `max_steps`; returns the module and its weights."""
+) -> tuple[Module, dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Trains to `max_steps`; returns the module, its weights, and the run's table of epoch values."""
     torch.manual_seed(1)
     module = Module(**options)
     train = DataLoader(TensorDataset(torch.rand(8, 3)), 1, shuffle=True)
@@ -149,7 +149,7 @@ def fit(
         callbacks=[saver, ClosingSaver(saver)],
     )
     trainer.fit(module, train, None if module.minimal else val, ckpt_path=checkpoint)
-    return module, {name: value.clone() for name, value in module.state_dict().items()}
+    return module, {name: value.clone() for name, value in module.state_dict().items()}, trainer.history
 
 
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -186,7 +186,8 @@ def test_the_table_has_every_phase_and_a_test_for_every_row() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resume_from_any_phase_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     options, limits = RUNS[name]
-    _, whole = fit(tmp_path, Saver(None), **options)
+    _, whole, table = fit(tmp_path, Saver(None), **options)
+    assert len(table) > 1
     saver = Saver(tmp_path / "saved")
     fit(tmp_path, saver, **options, **limits)
     seen: Counter[tuple[str, ...]] = Counter()
@@ -196,9 +197,10 @@ def test_a_resume_from_any_phase_ends_with_the_same_bits(name: str, tmp_path: Pa
         seen[row] += 1
         if seen[row] > 2:
             continue
-        module, weights = fit(tmp_path, Saver(None), path, **options)
+        module, weights, history = fit(tmp_path, Saver(None), path, **options)
         # An interrupted window is repeated with the random numbers that follow, so its weights may differ.
         assert not progress["exact"] or all(torch.equal(weights[key], whole[key]) for key in whole), (path, progress)
+        assert not progress["exact"] or history == table, (path, progress, history, table)
         if progress["global_step"] < STEPS:
             assert module.calls[0] == TABLE[row], (path, progress)
     assert seen.keys() >= EXPECTED_ROWS[name]

@@ -1,0 +1,1 @@
+"""Pictures and tables of runs, from the files in their folders."""
