@@ -131,7 +131,7 @@ class Strategy:
     overrides `clip` and `step`. A strategy knows no Trainer, no module hook and no callback. docs/strategies.md shows
     how to write one and describes its five parts: `precision`, `ranks`, `outputs`, `master_weights` and `own_loop`.
 
-    A fit calls these methods in this order. Those in brackets are called only if they apply:
+    A fit calls these methods in this order. Those in brackets are called only if they apply::
 
         place_on                once the run's devices are known
         check_settings          several times, as settings become known

@@ -710,7 +710,7 @@ class Accelerator:
         return self._collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stacks the tensors of any nested structure across ranks: (num_processes, *shape). Not in Accelerate.
+        """Stacks the tensors of any nested structure across ranks: `(num_processes, *shape)`. Not in Accelerate.
 
         The ranks of a tp group have the same samples, so only one of them contributes.
 

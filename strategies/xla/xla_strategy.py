@@ -67,7 +67,7 @@ class XLAStrategy(Strategy):
         devices: number of devices, either 1 or all, or the index of one device in a list ([1]). Default: all ("auto").
         mesh: names and sizes of the mesh dimensions, such as {"data": 2, "model": 2}. Default: {"data": all}.
         shard: shell-style pattern of parameter names -> how to split the parameter, such as
-            {"*.mlp.weight": ("model", None)}. The first match applies. Parameters without a match are whole on each
+            `{"*.mlp.weight": ("model", None)}`. The first match applies. Parameters without a match are whole on each
             device.
         batch: the mesh dimensions that batches are split over. Default: "data" and "fsdp" if the mesh has them, else
             its first dimension.
