@@ -40,6 +40,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
+toc_object_entries_show_parents = "hide"
 default_role = "code"  # Docstrings write code in single backticks.
 python_maximum_signature_line_length = 100
 

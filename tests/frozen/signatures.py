@@ -30,7 +30,7 @@ def public_names() -> list[str]:
             value = getattr(module, name)
             if getattr(value, "__module__", "").startswith("leyden"):
                 found.add(f"{room}:{name}")
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]:
         for line in re.findall(r"^\s*(from leyden[\w.]* import [\w, ]+)$", path.read_text(), re.M):
             imported = ast.parse(line.strip()).body[0]
             assert isinstance(imported, ast.ImportFrom)
