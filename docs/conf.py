@@ -1,4 +1,4 @@
-"""Settings of the documentation's site: `scripts/site` builds it from the Markdown pages here and from the docstrings."""
+"""Settings of the documentation's site, which `scripts/site` builds from the Markdown pages and the docstrings."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -36,11 +38,12 @@ def test_every_public_name_has_an_api_page_exactly_once() -> None:
         assert [name for name in missing if not name.startswith("__")] == [], room
 
 
-def test_the_page_for_users_of_composer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page, saved", [("index.md", 1), ("from-composer.md", 2)])
+def test_the_code_of_a_page_runs(page: str, saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    [code] = re.findall(r"```python\n(.*?)```", (DOCS / "from-composer.md").read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(code, "docs/from-composer.md", "exec"), {"__name__": "page"})
-    assert len(list((tmp_path / "saved").glob("epoch=*"))) == 2
+    [code] = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(code, page, "exec"), {"__name__": "page"})
+    assert len(list(tmp_path.rglob("epoch=*"))) == saved
 
 
 @pytest.mark.full
@@ -67,3 +70,75 @@ def test_the_lessons_run_in_their_order(tmp_path: Path) -> None:
             assert done.returncode == 0, f"{lesson.name}:\n{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
             ran += 1
     assert ran >= 12
+
+
+# the built site -------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built from a copy of the pages with warnings as errors."""
+    for package in ("sphinx", "myst_parser", "shibuya", "sphinx_copybutton", "jsonargparse"):
+        pytest.importorskip(package, reason="the extra `docs` is not installed")
+    checkout = tmp_path_factory.mktemp("checkout")
+    # The API pages are generated next to the others, and pages link to sources.
+    names = ("docs", "leyden", "trainer", "callbacks", "strategies", "tests", "examples", "scripts")
+    subprocess.run(["cp", "--archive", *(ROOT / name for name in names), checkout], check=True)
+    for made in ("api", "_build"):
+        shutil.rmtree(checkout / "docs" / made, ignore_errors=True)
+    built = checkout / "docs" / "_build"
+    command = [sys.executable, "-m", "sphinx", "-E", "-q", "-W", "--keep-going", checkout / "docs", built]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(checkout)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return built
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = {path.relative_to(DOCS).with_suffix(".html") for path in [*DOCS.glob("*.md"), *LESSONS]}
+    assert [page for page in pages if not (site / page).is_file()] == []
+    assert "start/1-first-run" in (site / "llms.txt").read_text(encoding="utf-8")
+    for page in site.rglob("*.html"):
+        tags = re.findall(r"<(?:link|script|img|iframe|source)\b[^>]*>", page.read_text(encoding="utf-8"))
+        assert [tag for tag in tags if re.search(r"(?:src|href)=.?(?:https?:)?//", tag)] == [], page.name
+
+
+SEARCH = """
+const fs = require("fs"), vm = require("vm"), root = process.argv[1] + "/";
+const page = { getElementById: () => null, addEventListener: () => {}, readyState: "loading" };
+const context = vm.createContext({ document: page, localStorage: { setItem() {} }, URLSearchParams, console });
+context.window = context;
+for (const name of ["documentation_options", "doctools", "sphinx_highlight", "language_data", "searchtools"])
+    vm.runInContext(fs.readFileSync(root + "_static/" + name + ".js", "utf8"), context);
+vm.runInContext(fs.readFileSync(root + "searchindex.js", "utf8"), context);
+for (const question of process.argv.slice(2)) {
+    context.question = question;
+    const found = vm.runInContext("Search._performSearch(...Search._parseQuery(question))", context);
+    console.log(JSON.stringify(found.reverse().slice(0, 3).map(([name, title, anchor]) => name + anchor)));
+}
+"""
+"""Asks the site's own search, and prints the first three results of each question."""
+
+QUESTIONS = {
+    "where are my checkpoints": "start/5-look-at-it",
+    "how do I continue": "start/4-kill-it-and-go-on",
+    "how do I add a metric": "start/2-your-own-model",
+    "why is it slow": "start/5-look-at-it",
+    "how do I use two GPUs": "start/3-two-processes",
+    "resume": "checkpoints",
+    "metric": "recipes",
+    "slow": "data",
+    "GPUs": "start/3-two-processes",
+}
+"""A newcomer's questions, in full and as one word, and the page that answers."""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_search_answers_questions_of_a_newcomer(site: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("the site's search runs under node")
+    done = subprocess.run([node, "-e", SEARCH, site, *QUESTIONS], capture_output=True, text=True, check=True)
+    found = dict(zip(QUESTIONS, map(json.loads, done.stdout.splitlines()), strict=True))
+    for question, page in QUESTIONS.items():
+        assert page in [name.partition("#")[0] for name in found[question]], (question, found[question])

@@ -487,7 +487,8 @@ class TrainModule(Hyperparameters, nn.Module):
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
         """Stacks the tensors of a nested structure over the ranks: `(world_size, *shape)`.
 
-        With tensor parallelism it takes one rank per tp group, whose ranks have the same samples: `(data_size, *shape)`.
+        With tensor parallelism it takes one rank per tp group, whose ranks have the same samples:
+        `(data_size, *shape)`.
         """
         return self.trainer.accelerator.all_gather(data, group, sync_grads)
 
