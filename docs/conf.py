@@ -27,7 +27,7 @@ extensions = [
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]
 highlight_language = "none"
-smartquotes = False
+smartquotes_action = "D"  # Dashes, such as those after the names of arguments. Quotes stay as they are.
 nitpicky = True
 # Only public names have pages: not those of other libraries, nor those of modules inside Leyden's packages.
 nitpick_ignore_regex = [(r"py:.*", r"(?!leyden\.).*|leyden\.\w+\.\w+\..*")]
@@ -67,12 +67,14 @@ class LinksToNames(SphinxTransform):
 
     def apply(self, **kwargs: Any) -> None:
         for literal in list(self.document.findall(nodes.literal)):
-            found = re.fullmatch(r"(\w+)(?:\.(\w+))?(?:\(\))?", literal.astext())
-            page = PAGES.get(found[1]) if found else None
+            # A member is linked only after the name of its class.
+            found = re.fullmatch(r"(\w+|[A-Z]\w+\.\w+)(?:\(\))?", literal.astext())
+            name, _, member = found[1].partition(".") if found else ("", "", "")
+            page = PAGES.get(name)
             inside = isinstance(literal.parent, (nodes.title, nodes.reference, pending_xref))
-            if found is None or page is None or inside or self.env.docname == f"api/{page}":
+            if page is None or inside or self.env.docname == f"api/{page}":
                 continue
-            target = f"{page}.{found[2]}" if found[2] else page
+            target = f"{page}.{member}" if member else page
             link = pending_xref("", refdomain="py", reftype="obj", reftarget=target, refdoc=self.env.docname)
             literal.replace_self(link)
             link += literal
