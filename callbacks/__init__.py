@@ -42,6 +42,7 @@ _HOMES = {
     "SequenceLengthWarmup": "leyden.callbacks.sequence_length_warmup",
     "SpikeDetection": "leyden.callbacks.spike_detection",
     "ProgressBar": "leyden.callbacks.bars.progress_bar",
+    "ReportLogger": "leyden.callbacks.loggers.report_logger",
     "RichModelSummary": "leyden.callbacks.rich_summary",
     "RichProgressBar": "leyden.callbacks.bars.rich_bar",
     "RichProgressBarTheme": "leyden.callbacks.bars.rich_bar",

@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.logging",),
     ("leyden.trainer.engine",),
     ("leyden.checkpoint",),
+    # Below the callbacks, since a logger draws the report of its run. It reads files, and knows no Trainer.
     ("leyden.report",),
     ("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams", "leyden.trainer.exporting"),
     ("leyden.trainer.tuning",),
@@ -114,6 +115,8 @@ MAX_LINES = 1200
 THIN = {name: ROOT / "leyden" / name.replace(".", "/") for name in leyden._MODULES}
 THIN = {name: path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for name, path in THIN.items()}
 
+# A project that `leyden new` copies, not a part of the package.
+TEMPLATE = ROOT / "leyden" / "cli" / "new" / "template"
 FOLDERS = [*(ROOT / room for room in ROOMS), *(ROOT / "leyden" / room for room in MACHINERY)]
 
 
@@ -122,6 +125,8 @@ def sources() -> dict[str, Path]:
     found = {"leyden": ROOT / "leyden" / "__init__.py"}
     for folder in FOLDERS:
         for path in sorted(folder.rglob("*.py")):
+            if path.is_relative_to(TEMPLATE):
+                continue
             parts = ("leyden", *path.relative_to(folder.parent).with_suffix("").parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import configparser
 import email
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("trainer", "callbacks", "strategies")
+TEMPLATE = ROOT / "leyden" / "cli" / "new" / "template"
 
 
 def run(*command: object, cwd: Path, **environment: str) -> str:
@@ -45,7 +48,10 @@ def modules() -> set[str]:
     """Returns the files that every distribution must hold, by their path in the package."""
     inside = {f"leyden/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "leyden").rglob("*.py") if path.resolve() == path}
-    return {*inside, *own, "leyden/py.typed"}
+    assets = {str(path.relative_to(ROOT)) for path in (ROOT / "leyden" / "report" / "assets").iterdir()}
+    template = {str(path.relative_to(ROOT)) for path in TEMPLATE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert f"{TEMPLATE.relative_to(ROOT)}/.gitignore" in template
+    return {*inside, *own, *assets, *template, "leyden/py.typed"}
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(dist: Path) -> None:
@@ -124,6 +130,33 @@ print(leyden.__file__)
     printed = run(python, "train.py", cwd=work).splitlines()
     assert Path(printed[-1]) == Path(site, "leyden", "__init__.py")
     assert (work / "version_0" / "checkpoints" / "epoch=0-step=3" / "manifest.json").is_file()
+    # A new project depends on the wheel that was installed, or on a version that an index has.
+    run(python, "-m", "leyden", "new", "rain", cwd=work)
+    assert f'leyden = {{ path = "{wheel}" }}' in (work / "rain" / "pyproject.toml").read_text()
+    index = ("--no-deps", "--no-index", "--find-links", dist, "--force-reinstall", "--quiet")
+    run(python, "-m", "pip", "install", *index, "leyden", cwd=tmp_path)
+    run(python, "-m", "leyden", "new", "snow", cwd=work)
+    settings = (work / "snow" / "pyproject.toml").read_text()
+    assert re.search(r'"leyden\[cli\]>=\d', settings) and "uv.sources" not in settings
+
+
+@pytest.mark.full
+def test_uv_runs_an_example_from_its_header_and_the_wheel(dist: Path, tmp_path: Path) -> None:
+    uv = shutil.which("uv")
+    if uv is None:
+        pytest.skip("needs uv: pip install uv")
+    # `uv run` reads constraints only from a script's header; with an unpinned torch it might download another one.
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [f"# constraint-dependencies = {json.dumps(pins)}\n", "# ///\n"]
+    text = (ROOT / "examples" / "digits.py").read_text()
+    (tmp_path / "digits.py").write_text(text.replace("# ///\n", "# [tool.uv]\n" + "".join(lines), 1))
+    folders = [str(dist), *os.environ.get("PIP_FIND_LINKS", "").split()]
+    links = [word for folder in folders for word in ("--find-links", folder)]
+    # The header's source is the checkout; without it, Leyden is the wheel.
+    options = ("run", "--no-sources", "--python", sys.executable, *links)
+    output = run(uv, *options, "digits.py", "--epochs", "2", cwd=tmp_path, OMP_NUM_THREADS="1")
+    accuracy = re.search(r"test accuracy (\d\.\d+)", output)
+    assert accuracy is not None and float(accuracy[1]) > 0.8
 
 
 def test_constraints_pin_every_requirement() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -51,25 +52,16 @@ if TYPE_CHECKING:
     from leyden.callbacks.bars.progress_bar import ProgressBar
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.early_stopping import EarlyStopping
-    from leyden.callbacks.loggers.logger import Logger
     from leyden.checkpoint.checkpoint_io import CheckpointIO
     from leyden.checkpoint.saves import PendingSave
     from leyden.strategies.precision.base import Precision
-    from leyden.trainer.datamodule import DataModule
-    from leyden.trainer.engine.engine import Engine
     from leyden.trainer.engine.schedulers import SchedulerConfig
     from leyden.trainer.events.preemption import Preemption
-    from leyden.trainer.events.progress import Progress
-    from leyden.trainer.events.signals import Signals
     from leyden.trainer.logging.history import History
-    from leyden.trainer.logging.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
-    from leyden.trainer.module import TrainModule
     from leyden.trainer.plugins import Plugin
     from leyden.trainer.profilers import Profiler
-    from leyden.trainer.run import Run, RunState
     from leyden.trainer.saved.restoring import Restorer
-    from leyden.trainer.starting.fit_limits import FitLimits
 
 Loaders = Any
 
@@ -144,6 +136,7 @@ class Trainer:
         verbose: print what the run does. False prints nothing that was not asked for, and adds no progress bar;
             warnings and errors remain.
         on_bad_sample: "skip" drops and counts training samples that raise an error. Default "raise".
+        report: draw `report.html` in the run's folder at the end of a fit, after an error too; see `ReportLogger`.
 
     Raises:
         ConfigurationError: if a value is invalid; the message names the fix.
@@ -209,6 +202,7 @@ class Trainer:
         record_run: bool | Literal["diff", "no_diff"] = True,
         validate_at_start: bool = False,
         verbose: bool = True,
+        report: bool = False,
     ) -> None:
         self.arguments, self.given = resolve({name: value for name, value in locals().items() if name != "self"})
         arguments = self.arguments
@@ -221,6 +215,8 @@ class Trainer:
             arguments.num_nodes,
         )
         self.last_checkpoint: Path | None = None
+        self.seconds_saving = 0.0
+        """Seconds that this rank has waited for its checkpoints in the last fit."""
         self._fit: FitLoop | None = None
         self._fit_end_state: dict[str, Any] | None = None
         module = TrainModule()
@@ -295,6 +291,7 @@ class Trainer:
                 "trainer.fit(module, datamodule=…)."
             )
         self.fit_loop.begin(max_epochs, max_steps)
+        self.seconds_saving = 0.0
         goal = goal_of_fit(self.arguments, ckpt_path, restore, trust, same_run, weights_only)
         self._carry_out("fit", model, datamodule, goal, train=train_dataloaders, val=val_dataloaders)
 
@@ -414,8 +411,10 @@ class Trainer:
         options["trainable_only"] = trainable_only
         options["asynchronous"] = saving.saves_in_background(self._run, asynchronous)
         path = Path(local_path(filepath, "filepath"))
+        began = time.perf_counter()
         with self._run.heartbeat.during(Phase.SAVING):
             self.last_checkpoint = saving.store(self._run, self._fit, path, storage_options, **options)
+        self.seconds_saving += time.perf_counter() - began
         return self.last_checkpoint
 
     def trial(self, callbacks: Sequence[Callback] = (), **arguments: Any) -> Trainer:
@@ -845,6 +844,11 @@ class Trainer:
         return self.state.stage == "predict"
 
     @property
+    def share_of_waiting(self) -> float:
+        """The share of its training time that this rank has waited for data, in the batches that the fit timed."""
+        return 0.0 if self._fit is None else self._fit.loader_timer.share
+
+    @property
     def sanity_checking(self) -> bool:
         return self.state.sanity_checking
 
@@ -877,9 +881,7 @@ class Trainer:
     def history(self) -> History:
         """The table of the last fit's epoch values: a row for each epoch, and for each further validation within one.
 
-        The same on all ranks. Values stay on their devices until this is read. A resume continues the table of its
-        checkpoint, and a rollback drops the rows after its step; `validate` and `test` add none. As in
-        `callback_metrics`, an epoch's own values are there from the closing callbacks of `on_train_epoch_end` on.
+        The same on all ranks. A resume continues it, a rollback drops its later rows, `validate` and `test` add none.
         """
         return self._run.history.table()
 

@@ -130,8 +130,9 @@ class Logger(Callback, ABC):
         Args:
             record: JSON-serializable values: `started` (UTC), the `step` and `ckpt_path` that the fit continues from,
                 `command`, `folder`, `host`, `system`, `world_size`, `device`, `device_name`, the resolved `arguments`
-                of the Trainer, `versions`, and `git` (None outside a repository) with `commit`, `branch`, `dirty`,
-                `untracked`, `left_out`, `private` and `masked`. Values that look like keys or passwords are masked.
+                of the Trainer, the names of those `changed` from their defaults, `versions`, and `git` (None outside a
+                repository) with `commit`, `branch`, `dirty`, `untracked`, `left_out`, `private` and `masked`. Values
+                that look like keys or passwords are masked.
             diff: the uncommitted changes to the code, for `git apply`; `git` lists the files it leaves out.
         """
 
@@ -347,25 +348,13 @@ class FolderLogger(SavingLogger):
         """Adds the hyperparameters to `hparams.json` and `hparams.yaml` in the run folder."""
         self.hparams.update(as_dict(params))
         if self.is_writer and self.hparams:
-            _write_hparams(Path(self._ensure_folder()), self.hparams)
+            write_hparams(Path(self._ensure_folder()), self.hparams)
 
     def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
         """Writes `starts/<time>/run.json` to the run folder, and `diff.patch` if the code has uncommitted changes."""
         if not self.is_writer:
             return
-        folder = Path(self._ensure_folder())
-        files = {folder / name: text for name, text in run_files(record, diff).items()}
-        start = next(iter(files)).parent
-        # Another logger of this run may have written them. After a kill, all of them exist or none.
-        if start.is_dir():
-            return
-        target = start if start.parent.is_dir() else start.parent
-        with staging.replacing(target) as temporary:
-            for path, text in files.items():
-                part = temporary / path.relative_to(target)
-                part.parent.mkdir(parents=True, exist_ok=True)
-                # A command and a diff may hold secrets that no rule finds.
-                _replace(part, text, is_private=True)
+        write_start(Path(self._ensure_folder()), record, diff)
 
     def _forget(self) -> None:
         """Forgets what was written to another run's folder."""
@@ -447,7 +436,24 @@ def _sweep(folder: Path, now: float | None) -> None:
         staging.sweep(place, now)
 
 
-def _write_hparams(folder: Path, hparams: Mapping[str, Any]) -> None:
+def write_start(folder: Path, record: Mapping[str, Any], diff: str) -> None:
+    """Writes the record of a start to a run's folder, unless another logger of the run has; see `Logger.log_run`."""
+    files = {folder / name: text for name, text in run_files(record, diff).items()}
+    start = next(iter(files)).parent
+    # After a kill, all files exist or none.
+    if start.is_dir():
+        return
+    target = start if start.parent.is_dir() else start.parent
+    with staging.replacing(target) as temporary:
+        for path, text in files.items():
+            part = temporary / path.relative_to(target)
+            part.parent.mkdir(parents=True, exist_ok=True)
+            # A command and a diff may hold secrets that no rule finds.
+            _replace(part, text, is_private=True)
+
+
+def write_hparams(folder: Path, hparams: Mapping[str, Any]) -> None:
+    """Adds hyperparameters to `hparams.json` and `hparams.yaml` in a run's folder."""
     # Loggers that share the folder each add their own hyperparameters.
     path, before = folder / HPARAMS_FILE, {}
     check_plain(path)

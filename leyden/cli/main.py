@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "new": ("new.new", "Write a small project that trains, as a start for your own."),
     "fit": ("configuration.stages:fit", "Train the module of a configuration (also validate, test, predict)."),
     "validate": ("configuration.stages:validate", "Validate the module of a configuration."),
     "predict": ("configuration.stages:predict", "Run predict_step of the module of a configuration."),
@@ -32,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "runs": ("runs", "List the runs below a folder, with state, step, best metric and last checkpoint."),
     "checkpoint": ("checkpoint.checkpoints", "List, verify and show checkpoints."),
+    "report": ("report", "Draw one or more runs in an HTML file: curves, times, checkpoints, and why they ended."),
     "bisect": ("checkpoint.bisect", "Name the first step after which the weights of two runs differ."),
     "replay": ("checkpoint.replay", "Run one step of a run again, and report what happens in it."),
     "merge": (

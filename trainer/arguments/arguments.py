@@ -41,6 +41,7 @@ CHOICES = {
     "on_bad_sample": (("raise", "skip"), "'raise' or 'skip'"),
     "record_run": ((True, False, "diff", "no_diff"), "True, False, 'diff', or 'no_diff' to omit changes to the code"),
     "verbose": ((True, False), "True or False"),
+    "report": ((True, False), "True or False"),
     "resume": ((None, "auto"), "'auto', or None to start from scratch; fit(ckpt_path=…) accepts paths and more names"),
 }
 """Arguments with a fixed set of values: the values, and the text that lists them in an error."""
@@ -108,6 +109,7 @@ class Arguments:
     record_run: bool | str = True
     validate_at_start: bool = False
     verbose: bool = True
+    report: bool = False
 
 
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:

@@ -84,7 +84,7 @@ class FitLoop:
         self._previous_epoch_exhausted = True
         """True if the previous epoch exhausted the loader."""
         self.counter = BatchCounter(run.progress, run.engine, run.heartbeat)
-        self._loader_timer = LoaderTimer(run)
+        self.loader_timer = LoaderTimer(run)
         self.clock = Clock(run.progress, run.limits.max_seconds, seconds_of(run.arguments.val_check_interval))
         self._last_row: tuple[int, Mapping[str, Value]] = (-1, {})
         """The global step and the values of the last row sent to the loggers."""
@@ -307,7 +307,7 @@ class FitLoop:
         if self.progress.cut:
             return
         assert self._iterator is not None and self.cursor is not None
-        iterator, total = self._loader_timer.timed(self._iterator), self.num_batches
+        iterator, total = self.loader_timer.timed(self._iterator), self.num_batches
         if self.progress.ended:
             # Resumed after the epoch's last window: no batch remains, but the loader has yet to reach its end.
             total = self.progress.batch

@@ -47,9 +47,18 @@ class LoaderTimer:
         self._run = run
         self._is_on = not run.arguments.barebones and run.strategy.ranks.local_rank == 0
         self._is_exhausted = False
-        self._reset()
+        self._judged = (0.0, 0.0)
+        """Seconds waited, and in total, of the batches that were judged before."""
+        self._waited, self._total, self._batches = 0.0, 0.0, 0
+
+    @property
+    def share(self) -> float:
+        """The share of the time of all timed batches that went to waiting for data; 0 before any."""
+        waited, total = self._judged[0] + self._waited, self._judged[1] + self._total
+        return waited / total if total else 0.0
 
     def _reset(self) -> None:
+        self._judged = (self._judged[0] + self._waited, self._judged[1] + self._total)
         self._waited, self._total, self._batches = 0.0, 0.0, 0
 
     def timed(self, iterator: Iterator[Any]) -> Iterator[Any]:

@@ -83,6 +83,7 @@ def start_of(run: Run, with_diff: bool = True, beside_secrets: bool = False) -> 
         "device": str(run.strategy.root_device),
         "device_name": _name_of(run.strategy.root_device),
         "arguments": arguments_of(run),
+        "changed": changed_arguments(run),
         "versions": _versions(),
         "git": code,
     }
@@ -103,6 +104,12 @@ def arguments_of(run: Run) -> dict[str, Any]:
     }
     values |= {name: getattr(run.limits, name) for name in ("max_epochs", "max_steps", "min_epochs", "min_steps")}
     return {name: _plain(name, value) for name, value in values.items()}
+
+
+def changed_arguments(run: Run) -> list[str]:
+    """Returns the names of the Trainer's arguments that differ from their defaults."""
+    fields = dataclasses.fields(run.arguments)
+    return [field.name for field in fields if getattr(run.arguments, field.name) != field.default]
 
 
 def _plain(name: str, value: Any) -> Any:

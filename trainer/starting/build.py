@@ -174,6 +174,12 @@ def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
         from leyden.callbacks.loggers.tensorboard import TensorBoardLogger
 
         loggers = [TensorBoardLogger()]
+    if arguments.report:
+        from leyden.callbacks.loggers.report_logger import ReportLogger
+
+        if not any(isinstance(logger, ReportLogger) for logger in loggers):
+            # Last, so that the files of the others are complete when it draws them.
+            loggers = [*loggers, ReportLogger()]
     if arguments.barebones:
         # Trials use DummyLoggers, which write nothing.
         loggers = [logger for logger in loggers if isinstance(logger, DummyLogger)]

@@ -1,0 +1,454 @@
+"""The page of a report: HTML with its style, script and data inside. All that was logged enters it as text."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from importlib import resources
+from typing import Any
+
+from leyden.checkpoint.status import ENDINGS
+from leyden.core.text import size_of
+from leyden.report.curves import MAX_BINS, Bins, Curve
+from leyden.report.drawings import COLORS, layout_drawing, static_chart
+from leyden.report.recorded import Recorded
+
+MAX_PIECES = 10
+"""Undone pieces of a curve that are drawn, the last ones."""
+MIN_STRETCH = 0.25
+"""Seconds of the shortest stretch whose samples per second are shown."""
+DASHES = (None, [7, 4], [2, 3], [10, 3, 2, 3])
+PHASES = ("training", "waiting for data", "validation", "saving", "plots of metrics", "sanity check", "setup")
+
+
+@dataclass
+class Drawn:
+    """A curve in a chart: its run's number, its label and color."""
+
+    run: int
+    label: str
+    color: str
+    dash: list[int] | None
+    curve: Curve
+
+
+def page_of(runs: Sequence[Recorded]) -> str:
+    """Returns the HTML of a report on these runs."""
+    charts = _charts(runs)
+    sections = [
+        _header(runs),
+        _errors(runs),
+        _curves(charts, "Curves"),
+        *(_times(run, len(runs) > 1) for run in runs),
+        _curves(_system_charts(runs), "Throughput and memory", first=len(charts)),
+        *(_ranks(run, len(runs) > 1) for run in runs),
+        *(_media(run, len(runs) > 1) for run in runs),
+        *(_checkpoints(run, len(runs) > 1) for run in runs),
+        *(_start(run, len(runs) > 1) for run in runs),
+        *(_warnings(run, len(runs) > 1) for run in runs),
+    ]
+    title = escape(", ".join(run.name for run in runs))
+    assets = resources.files("leyden.report").joinpath("assets")
+    read = {name: assets.joinpath(name).read_text(encoding="utf-8") for name in ASSETS}
+    data = _data(runs, [*charts, *_system_charts(runs)])
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; \
+script-src 'unsafe-inline'">
+<title>{title}</title>
+<style>{read["uPlot.min.css"]}{read["report.css"]}</style>
+</head>
+<body>
+{"".join(sections)}
+<script type="application/json" id="data">{data}</script>
+<script>{read["uPlot.iife.min.js"]}</script>
+<script>{read["report.js"]}</script>
+</body>
+</html>
+"""
+
+
+ASSETS = ("uPlot.min.css", "report.css", "uPlot.iife.min.js", "report.js")
+"""The files of `assets` that every page holds. uPlot 1.6.32 has the MIT licence, in `uPlot.LICENSE`."""
+
+
+# the head -------------------------------------------------------------------------------------------------------------
+def _header(runs: Sequence[Recorded]) -> str:
+    if len(runs) == 1:
+        run = runs[0]
+        return (
+            f"<header><h1>{escape(run.name)}</h1><p class='soft'>{escape(str(run.folder.resolve()))}</p>{_facts(run)}"
+            "</header>"
+        )
+    rows = [
+        [f"<span class='key' style='background:{_color(index)}'></span>{escape(run.name)}", *_brief(run)]
+        for index, run in enumerate(runs)
+    ]
+    return f"<header><h1>{len(runs)} runs</h1></header>{_table(['run', 'state', 'steps', 'time', 'best'], rows)}"
+
+
+def _facts(run: Recorded) -> str:
+    state, steps, took, best = _brief(run)
+    start = run.starts[-1] if run.starts else {}
+    begun = run.starts[0].get("started") if run.starts else None
+    facts = [("state", state), ("steps", steps), ("time", took), ("best", best)]
+    facts.append(("started", escape(_date(begun))))
+    facts.append(("devices", escape(f"{start.get('world_size', '?')} × {start.get('device', '?')}") if start else ""))
+    facts += [(name, escape(str(line.get(name, "")))) for line in run.lines.get("start", [])[-1:] for name in WORDS]
+    shown = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts if value)
+    return f"<dl class='facts'>{shown}</dl>"
+
+
+WORDS = ("strategy", "precision")
+
+
+def _brief(run: Recorded) -> list[str]:
+    """Returns the state, steps, time and best score of a run, as HTML."""
+    summary, reached = run.summary, run.curves.times.x[-1:]
+    step = max([summary.step or 0, int(run.end.get("step", 0)), *map(int, reached)])
+    best = "" if summary.best is None else f"{escape(str(summary.metric or ''))} {_number(summary.best)}"
+    seconds = sum(run.seconds.values()) or (run.curves.times.low[-1] if reached else 0.0)
+    return [_state(run), f"{step:,}", _duration(seconds) if seconds else "", best]
+
+
+def _state(run: Recorded) -> str:
+    """Returns the state of a run, as HTML. While its own process draws it, the end is only in the record."""
+    end = run.end
+    state = ENDINGS.get(str(end.get("status")), run.summary.state)
+    good = {"finished": "good", "running": "good", "unknown": "soft"}.get(state, "bad")
+    return f"<span class='{good}'>{state}</span> <span class='soft'>{escape(str(end.get('reason', '')))}</span>"
+
+
+def _errors(runs: Sequence[Recorded]) -> str:
+    found = [(run, run.end) for run in runs if run.end.get("error")]
+    parts = (
+        f"<p class='bad'>{escape(run.name)}: {escape(str(end.get('what', '')))}</p>"
+        f"<details><summary>the traceback</summary><pre>{escape(str(end['error']))}</pre></details>"
+        for run, end in found
+    )
+    return f"<h2>Why it ended</h2>{''.join(parts)}" if found else ""
+
+
+# charts ---------------------------------------------------------------------------------------------------------------
+def _charts(runs: Sequence[Recorded]) -> list[tuple[str, list[Drawn]]]:
+    """Returns the charts, each with its curves: `train_loss` and `val_loss` share one, and so do the runs."""
+    charts: dict[str, list[tuple[int, Curve]]] = {}
+    for index, run in enumerate(runs):
+        for name, curve in run.curves.by_name.items():
+            charts.setdefault(_subject(name), []).append((index, curve))
+    order = sorted(charts, key=lambda name: ("loss" not in name, name.startswith(("lr-", "lr_")), name))
+    return [(name, _drawn(runs, charts[name])) for name in order]
+
+
+def _subject(name: str) -> str:
+    """Returns what a metric measures, without the stage that it was measured in.
+
+    Example:
+        >>> [_subject(name) for name in ("train_loss", "val/loss", "loss_step", "val_acc/dataloader_idx_1", "lr-SGD")]
+        ['loss', 'loss', 'loss', 'acc', 'lr-SGD']
+    """
+    bare = re.sub(r"/dataloader_idx_\d+$", "", name)
+    bare = re.sub(r"_(step|epoch)$", "", bare)
+    return re.sub(r"^(train|training|val|valid|validation|test)[_/-](?=.)", "", bare)
+
+
+def _drawn(runs: Sequence[Recorded], curves: Iterable[tuple[int, Curve]]) -> list[Drawn]:
+    found: list[Drawn] = []
+    counts: dict[int, int] = {}
+    for index, curve in curves:
+        number = counts[index] = counts.get(index, -1) + 1
+        if len(runs) == 1:
+            found.append(Drawn(index, curve.name, _color(number), None, curve))
+        else:
+            label = f"{curve.name} · {runs[index].name}"
+            found.append(Drawn(index, label, _color(index), DASHES[number % len(DASHES)], curve))
+    return found
+
+
+def _system_charts(runs: Sequence[Recorded]) -> list[tuple[str, list[Drawn]]]:
+    charts = []
+    for title, kind, make in (
+        ("samples per second", "samples", _rates),
+        ("peak memory of rank 0 (GB)", "memory", _gigabytes),
+    ):
+        curves = [(index, curve) for index, run in enumerate(runs) if (curve := make(title, run.lines.get(kind, [])))]
+        if curves:
+            charts.append((title, _drawn(runs, curves)))
+    return charts
+
+
+def _rates(title: str, lines: Sequence[dict[str, Any]]) -> Curve | None:
+    """Returns the samples per second, over stretches that the clock measures well."""
+    curve = Curve(title)
+    before = lines[0] if lines else {}
+    stretch = max(MIN_STRETCH, (lines[-1]["seconds"] - before["seconds"]) / 200) if lines else 0.0
+    for line in lines:
+        seconds, samples = line["seconds"] - before["seconds"], line["samples"] - before["samples"]
+        if line["step"] < before["step"]:
+            before = line
+        elif seconds >= stretch and samples > 0:
+            curve.add(line["step"], samples / seconds)
+            before = line
+    curve.undone.clear()
+    return curve if curve.count else None
+
+
+def _gigabytes(title: str, lines: Sequence[dict[str, Any]]) -> Curve | None:
+    curve = Curve(title)
+    for line in lines:
+        curve.add(line["step"], line["memory"] / 1e9)
+    curve.undone.clear()
+    return curve if curve.count else None
+
+
+def _curves(charts: Sequence[tuple[str, list[Drawn]]], title: str, first: int = 0) -> str:
+    if not charts:
+        return "" if first else "<h2>Curves</h2><p class='soft'>Nothing was logged as a number.</p>"
+    cards = (
+        f"<div class='card'><h3>{escape(name)}</h3><div class='chart' data-chart='{first + index}'></div>"
+        f"<div class='static'>{static_chart([(one.color, one.curve) for one in drawn])}{_legend(drawn)}</div>"
+        f"{_values(drawn)}</div>"
+        for index, (name, drawn) in enumerate(charts)
+    )
+    return f"<h2>{title}</h2>{'' if first else TOOLS}<div class='cards'>{''.join(cards)}</div>"
+
+
+TOOLS = """<div class="bar"><label>over <select id="axis"><option value="step">steps</option>
+<option value="epoch">epochs</option><option value="time">time</option></select></label>
+<label>smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0"></label>
+<label><input type="checkbox" id="log"> log scale</label>
+<span class="soft">drag to zoom, double click to zoom out, click a name to hide its curve</span></div>"""
+
+
+def _legend(drawn: Sequence[Drawn]) -> str:
+    return "".join(
+        f"<span class='key' style='background:{one.color}'></span><small>{escape(one.label)}</small>" for one in drawn
+    )
+
+
+def _values(drawn: Sequence[Drawn]) -> str:
+    rows = []
+    for one in drawn:
+        curve = one.curve
+        odd = "" if curve.odd is None else f"{curve.odd[0]}, first at step {curve.odd[1]:g}"
+        extremes = [
+            f"{_number(value)} <span class='soft'>at {x:g}</span>" if math.isfinite(value) else ""
+            for value, x in (curve.least, curve.most)
+        ]
+        rows.append([escape(one.label), f"{curve.count:,}", _number(curve.first), _number(curve.last), *extremes, odd])
+    names = ["metric", "values", "first", "last", "smallest", "largest", "nan or infinite"]
+    return f"<details><summary>values</summary>{_table(names, rows)}</details>"
+
+
+def _data(runs: Sequence[Recorded], charts: Sequence[tuple[str, list[Drawn]]]) -> str:
+    """Returns the curves as JSON that is safe inside a script element. Curves with the same xs share them."""
+    shared: dict[tuple[float, ...], int] = {}
+
+    def series(one: Drawn) -> dict[str, Any]:
+        bins = one.curve.bins
+        found: dict[str, Any] = {"run": one.run, "label": one.label, "color": one.color, "dash": one.dash}
+        found["x"] = shared.setdefault(tuple(bins.x), len(shared))
+        found["low"] = _rounded(bins.low)
+        if bins.width > 1:
+            found |= {"high": _rounded(bins.high), "mean": _rounded(bins.mean)}
+        pieces = []
+        for piece in one.curve.undone[-MAX_PIECES:]:
+            bins = Bins(MAX_BINS // MAX_PIECES)
+            for x, y in piece:
+                bins.add(x, y)
+            pieces.append([_rounded(bins.x), _rounded(bins.mean)])
+        return {**found, "undone": pieces} if pieces else found
+
+    drawn = [{"series": [series(one) for one in chart]} for _, chart in charts]
+    about = [{"marks": run.marks, "time": _axis(run.curves.times), "epoch": _axis(run.curves.epochs)} for run in runs]
+    content = {"runs": about, "charts": drawn, "xs": [_rounded(xs) for xs in shared]}
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _axis(bins: Bins) -> list[list[float]] | None:
+    return [_rounded(bins.x), _rounded(bins.low)] if bins.x else None
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    """Returns numbers with the digits that a chart shows. Steps stay whole."""
+    return [int(value) if value == int(value) else float(f"{value:.5g}") for value in values]
+
+
+# time, memory, ranks --------------------------------------------------------------------------------------------------
+def _times(run: Recorded, named: bool) -> str:
+    seconds, total = run.seconds, sum(run.seconds.values())
+    if not total:
+        return ""
+    shown = [(name, seconds[name]) for name in PHASES if seconds.get(name, 0.0) > 0]
+    bar = "".join(
+        f"<span style='flex:{part / total:.5f};background:{_color(index)}' title='{escape(name)}'></span>"
+        for index, (name, part) in enumerate(shown)
+    )
+    rows = [
+        [f"<span class='key' style='background:{_color(index)}'></span>{name}", _duration(part), f"{part / total:.1%}"]
+        for index, (name, part) in enumerate(shown)
+    ]
+    return f"{_title('Time', run, named)}<div class='phases'>{bar}</div>{_table(['phase', 'time', 'share'], rows)}"
+
+
+def _ranks(run: Recorded, named: bool) -> str:
+    starts = run.lines.get("start", [])
+    if not starts:
+        return ""
+    places, mesh = starts[-1].get("places") or [], starts[-1].get("mesh") or {}
+    memory = run.end.get("memory") or []
+    rows = [
+        [str(rank), escape(str(host)), escape(str(device)), size_of(memory[rank]) if rank < len(memory) else ""]
+        for rank, (host, device) in enumerate(places)
+    ]
+    picture = layout_drawing(mesh, [str(host) for host, _ in places]) if len(places) > 1 else ""
+    table = _table(["rank", "host", "device", "peak memory"], rows)
+    table = f"<details><summary>{len(rows)} ranks</summary>{table}</details>" if len(rows) > 8 else table
+    return f"{_title('Ranks', run, named)}<div class='layout'>{picture}</div>{table}"
+
+
+# what else was logged -------------------------------------------------------------------------------------------------
+def _media(run: Recorded, named: bool) -> str:
+    parts = []
+    for picture in run.pictures:
+        where = f"<h3>{escape(picture.name)} <span class='soft'>step {picture.step}</span></h3>"
+        if picture.data:
+            kind = "png" if picture.data.startswith(b"\x89PNG") else "jpeg"
+            body = f"<img alt='{escape(picture.name)}' src='data:image/{kind};base64,{_encoded(picture.data)}'>"
+        else:
+            body = "<p class='soft'>Too large for this page, or its file is gone.</p>"
+        captions = "".join(f"<small class='soft'>{escape(caption)} </small>" for caption in picture.captions)
+        parts.append(f"<div class='card'>{where}{body}{captions}</div>")
+    shown = f"<div class='cards'>{''.join(parts)}</div>" if parts else ""
+    for table in run.tables:
+        rows = [[escape(str(cell)) for cell in row] for row in table.rows]
+        more = f"<p class='soft'>{table.left_out} more rows</p>" if table.left_out else ""
+        heads = [escape(str(name)) for name in table.columns]
+        shown += f"<h3>{escape(table.name)} <span class='soft'>step {table.step}</span></h3>"
+        shown += f"<div class='text'>{_table(heads, rows)}</div>{more}"
+    return f"{_title('Samples', run, named)}{shown}" if shown else ""
+
+
+def _encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _checkpoints(run: Recorded, named: bool) -> str:
+    if not run.checkpoints:
+        return ""
+    monitors = sorted({name for saved in run.checkpoints for name in saved.scores})
+    rows = []
+    for saved in reversed(run.checkpoints):
+        scores = [_number(saved.scores[name]) if name in saved.scores else "" for name in monitors]
+        path = escape(str(saved.path.relative_to(run.folder)))
+        rows.append([path, f"{saved.step:,}", str(saved.epoch), *scores, size_of(saved.size)])
+        rows.append([f"<pre>{escape(saved.command)}</pre>"])
+    heads = ["checkpoint", "step", "epoch", *map(escape, monitors), "size"]
+    return f"{_title('Checkpoints', run, named)}{_table(heads, rows)}"
+
+
+def _start(run: Recorded, named: bool) -> str:
+    if not run.starts and not run.hparams:
+        return ""
+    start = run.starts[-1] if run.starts else {}
+    parts = []
+    if start:
+        git = start.get("git") or {}
+        code = (
+            f"{git.get('commit', '')} {git.get('branch') or ''}{', with uncommitted changes' * bool(git.get('dirty'))}"
+        )
+        facts = [("command", start.get("command")), ("folder", start.get("folder")), ("host", start.get("host"))]
+        facts += [("device", start.get("device_name")), ("system", start.get("system")), ("code", code.strip())]
+        rows = [[name, f"<code>{escape(str(value))}</code>"] for name, value in facts if value]
+        parts.append(_table([], rows))
+        arguments = dict(start.get("arguments") or {})
+        changed = [name for name in start.get("changed", ()) if name in arguments]
+        for title, names in (("Arguments that differ from the defaults", changed), ("All arguments", [*arguments])):
+            table = _table([], [[escape(name), f"<code>{escape(_plain(arguments[name]))}</code>"] for name in names])
+            whole = f"<details><summary>{title.lower()}</summary>{table}</details>"
+            parts.append(whole if names is not changed else f"<h3>{title}</h3>{table}" if changed else "")
+    rows = [[escape(name), f"<code>{escape(_plain(value))}</code>"] for name, value in run.hparams.items()]
+    parts.append(f"<h3>Hyperparameters</h3>{_table([], rows)}" if rows else "")
+    versions = [[escape(name), escape(str(version))] for name, version in (start.get("versions") or {}).items()]
+    parts.append(f"<details><summary>versions</summary>{_table([], versions)}</details>" if versions else "")
+    others = "".join(
+        f"<li>{escape(_date(one.get('started')))} at step {escape(str(one.get('step')))}"
+        f"{' from ' + escape(str(one['ckpt_path'])) if one.get('ckpt_path') else ''}</li>"
+        for one in run.starts
+    )
+    parts.append(f"<h3>Starts</h3><ul>{others}</ul>" if len(run.starts) > 1 else "")
+    return f"{_title('How it was started', run, named)}{''.join(parts)}"
+
+
+def _warnings(run: Recorded, named: bool) -> str:
+    lines = run.lines.get("warning", [])
+    items = (
+        f"<li>{escape(str(line.get('text')))} <span class='soft'>{escape(str(line.get('category')))}, "
+        f"{escape(str(line.get('file')))}:{escape(str(line.get('line')))}</span></li>"
+        for line in lines
+    )
+    return f"{_title('Warnings', run, named)}<ul>{''.join(items)}</ul>" if lines else ""
+
+
+# parts ----------------------------------------------------------------------------------------------------------------
+def _title(text: str, run: Recorded, named: bool) -> str:
+    return f"<h2>{text}{f' <span class=soft>{escape(run.name)}</span>' if named else ''}</h2>"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table of HTML cells. A row of a single cell in a table of several columns spans them all."""
+    width = max([len(heads), *map(len, rows)], default=0)
+    top = "".join(f"<th scope='col'>{head}</th>" for head in heads)
+    body = "".join(f"<tr>{''.join(_cells(row, width))}</tr>" for row in rows)
+    head = f"<thead><tr>{top}</tr></thead>" if heads else ""
+    return f"<div class='wide'><table>{head}<tbody>{body}</tbody></table></div>"
+
+
+def _cells(row: Sequence[str], width: int) -> Iterator[str]:
+    for cell in row:
+        span = f" colspan='{width}'" if len(row) == 1 < width else ""
+        yield f"<td{span}>{cell}</td>"
+
+
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _number(value: float) -> str:
+    return f"{value:.5g}"
+
+
+def _duration(seconds: float) -> str:
+    """Returns a duration in two units at most.
+
+    Example:
+        >>> [_duration(seconds) for seconds in (0.25, 59.96, 61, 7322, 90061)]
+        ['0.2 s', '60.0 s', '1 min 1 s', '2 h 2 min', '1 d 1 h']
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, large, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {large} {whole % size // part} {small}"
+    return f"{whole} s"
+
+
+def _date(text: Any) -> str:
+    try:
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M UTC")
+    except ValueError:
+        return ""
