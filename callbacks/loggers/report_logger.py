@@ -80,7 +80,8 @@ class ReportLogger(Logger):
         self._since = self._phase_since = 0.0
         self._warned: set[tuple[str, str]] = set()
         self._show: Any = None
-        self._plotted: list[str] | None = None
+        self._unplotted: set[str] = set()
+        """Metrics that cannot be plotted."""
         self._ending: dict[str, Any] = {}
         self._trainer: Trainer | None = None
 
@@ -95,8 +96,8 @@ class ReportLogger(Logger):
         if stage != "fit":
             return
         self._since, self._folder = time.perf_counter(), None
-        self._buffer, self._size, self._row, self._plotted = [], 0, -1, None
-        self._seconds, self._ending, self._warned, self._keep = {}, {}, set(), None
+        self._buffer, self._size, self._row = [], 0, -1
+        self._seconds, self._ending, self._warned, self._unplotted, self._keep = {}, {}, set(), set(), None
         self._keeps_values = not any(isinstance(logger, CSVLogger | TensorBoardLogger) for logger in trainer.loggers)
         if self.is_writer:
             self._show = warnings.showwarning
@@ -148,7 +149,7 @@ class ReportLogger(Logger):
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking and trainer.state.stage == "fit":
             began = time.perf_counter()
-            self._plot(module)
+            self._plot(trainer, module)
             # It is no part of the validation.
             self._add("plots of metrics", began)
             self._phase_since += time.perf_counter() - began
@@ -188,16 +189,18 @@ class ReportLogger(Logger):
             )
         self.save()
         if self.draw and not trainer.received_sigterm:
-            self._draw(self._folder)
+            self._draw(self._folder, announces=trainer.arguments.verbose and self._stage == "fit")
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._release_warnings()
 
-    def _draw(self, folder: Path) -> None:
+    def _draw(self, folder: Path, announces: bool) -> None:
         from leyden.report import write_report
 
         try:
-            inform(f"report      {write_report([folder], folder / PAGE)}")
+            path = write_report([folder], folder / PAGE)
+            if announces:
+                inform(f"report      {path}")
         except Exception as error:
             warn(
                 f"the report could not be drawn: {type(error).__name__}: {error}. `leyden report {folder}` tries again."
@@ -282,29 +285,34 @@ class ReportLogger(Logger):
         self._write("rollback", step=self._last_step, to=step)
         self._row = -1
 
-    def _plot(self, module: nn.Module) -> None:
+    def _plot(self, trainer: Trainer, module: nn.Module) -> None:
         """Draws the metrics of torchmetrics whose value is no single number. All ranks call it: metrics exchange."""
-        metrics_of = sys.modules.get("torchmetrics")
-        if metrics_of is None or self._plotted == []:
+        package, ranks = sys.modules.get("torchmetrics"), trainer.strategy.ranks
+        if package is None or trainer.strategy.data_size != ranks.world_size:
             return
+        # Numbers are better higher or lower, and are logged. Their own computation stays untouched.
         metrics = {
             name: metric
             for name, metric in module.named_modules()
-            if isinstance(metric, metrics_of.Metric) and metric.update_called
+            if isinstance(metric, package.Metric)
+            and metric.higher_is_better is None
+            and not isinstance(metric, package.aggregation.BaseAggregator)
+            and name not in self._unplotted
         }
-        names = list(metrics) if self._plotted is None else [name for name in self._plotted if name in metrics]
-        values = {}
-        for name in names:
-            value = metrics[name].compute()
-            if not isinstance(value, Tensor) or value.numel() > 1:
-                values[name] = value
-        self._plotted = list(values)
-        for name, value in values.items() if self.is_writer else ():
+        updated = [name for name, metric in metrics.items() if metric.update_called]
+        if metrics and ranks.world_size > 1:
+            # A rank without a sample has not updated its metrics, but takes part in the exchange.
+            updated = list(dict.fromkeys(name for names in ranks.all_gather_object(updated) for name in names))
+        for name in updated:
             try:
-                self._plot_one(name, metrics[name], value)
+                value = metrics[name].compute()
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    self._unplotted.add(name)
+                elif self.is_writer:
+                    self._plot_one(name, metrics[name], value)
             except Exception as error:
+                self._unplotted.add(name)
                 # Some have no plot, and matplotlib is optional.
-                self._plotted.remove(name)
                 if not isinstance(error, ImportError | NotImplementedError):
                     warn(f"the report shows no plot of {name}: {type(error).__name__}: {error}")
 
