@@ -136,7 +136,7 @@ class Trainer:
         verbose: print what the run does. False prints nothing that was not asked for, and adds no progress bar;
             warnings and errors remain.
         on_bad_sample: "skip" drops and counts training samples that raise an error. Default "raise".
-        report: draw `report.html` in the run's folder at the end of a fit, after an error too; see `ReportLogger`.
+        report: draw `report.html` in the run's folder when a fit ends, after an error too; see `ReportLogger`.
 
     Raises:
         ConfigurationError: if a value is invalid; the message names the fix.

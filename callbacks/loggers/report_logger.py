@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from leyden.callbacks.loggers.csv_logger import CSVLogger
@@ -29,6 +31,7 @@ from leyden.core.errors import needs
 from leyden.core.paths import check_plain, opener
 from leyden.core.rank_zero import inform, warn
 from leyden.core.saved_state import SavedState
+from leyden.data.rng import isolated_rng
 from leyden.report.recorded import FILE, IMAGES, PAGE
 
 if TYPE_CHECKING:
@@ -51,10 +54,10 @@ class ReportLogger(Logger):
     took, peak memory, warnings, checkpoints, rollbacks, tables, images, and how the fit ended. A resume cuts the file
     to its checkpoint. The values themselves are read from the files of a CSVLogger or TensorBoardLogger; without
     either, they are recorded here. Confusion matrices and curves of torchmetrics that are attributes of the module are
-    drawn after each validation, if matplotlib is installed; all ranks compute them.
+    drawn after each validation, from the samples of rank 0, if matplotlib is installed.
 
-    Nothing runs per step: lines are written with the rows of the other loggers and at the ends of phases. An error
-    while the report is drawn is only warned of. A preempted run has no time to draw one: call `leyden report`.
+    Nothing runs per step: lines are written with the rows of the other loggers and at the ends of phases. If drawing
+    fails, it only warns. A preempted run exits without drawing: call `leyden report`.
 
     Args:
         draw: draw `report.html` at the end of a fit; False only records.
@@ -83,6 +86,8 @@ class ReportLogger(Logger):
         self._unplotted: set[str] = set()
         """Metrics that cannot be plotted."""
         self._ending: dict[str, Any] = {}
+        self._is_broken = False
+        """True once the file could not be written: the rest of the run is not recorded."""
         self._trainer: Trainer | None = None
 
     @property
@@ -99,7 +104,8 @@ class ReportLogger(Logger):
         self._buffer, self._size, self._row = [], 0, -1
         self._seconds, self._ending, self._warned, self._unplotted, self._keep = {}, {}, set(), set(), None
         self._keeps_values = not any(isinstance(logger, CSVLogger | TensorBoardLogger) for logger in trainer.loggers)
-        if self.is_writer:
+        self._is_broken = False
+        if self.is_writer and warnings.showwarning != self._note_warning:
             self._show = warnings.showwarning
             warnings.showwarning = self._note_warning  # type: ignore[assignment]
 
@@ -134,25 +140,25 @@ class ReportLogger(Logger):
             places=self._places,
             mesh=dict(zip(names, mesh.shape, strict=True)) if names else {"dp": len(self._places)},
         )
-        self._seconds["setup"] = time.perf_counter() - self._since - self._seconds.get("sanity check", 0.0)
+        self._seconds["setup"] = self._clock() - self._since - self._seconds.get("sanity check", 0.0)
 
     def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._phase_since = time.perf_counter()
+        self._phase_since = self._clock()
 
     def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._add("sanity check", self._phase_since)
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking:
-            self._phase_since = time.perf_counter()
+            self._phase_since = self._clock()
 
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking and trainer.state.stage == "fit":
-            began = time.perf_counter()
-            self._plot(trainer, module)
+            began = self._clock()
+            self._plot(module)
             # It is no part of the validation.
             self._add("plots of metrics", began)
-            self._phase_since += time.perf_counter() - began
+            self._phase_since += self._clock() - began
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking and trainer.state.stage == "fit":
@@ -170,7 +176,7 @@ class ReportLogger(Logger):
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         text = "".join(traceback.format_exception(exception))
         self._ending["error"] = masked_text(text)[-MAX_ERROR:]
-        self._ending["what"] = masked_text(f"{type(exception).__name__}: {exception}")
+        self._ending["what"] = masked_text("".join(traceback.format_exception_only(exception)).strip())[-MAX_ERROR:]
 
     def finalize(self, status: str) -> None:
         trainer, self._trainer = self._trainer, None
@@ -266,7 +272,7 @@ class ReportLogger(Logger):
             step: number of optimizer steps done; None for the last one logged.
             **kwargs: `caption`, one text per image.
         """
-        if not self.is_writer:
+        if not self.is_writer or self._folder is None:
             return
         with needs("pillow", None, "ReportLogger.log_image"):
             from PIL import Image
@@ -285,31 +291,27 @@ class ReportLogger(Logger):
         self._write("rollback", step=self._last_step, to=step)
         self._row = -1
 
-    def _plot(self, trainer: Trainer, module: nn.Module) -> None:
-        """Draws the metrics of torchmetrics whose value is no single number. All ranks call it: metrics exchange."""
-        package, ranks = sys.modules.get("torchmetrics"), trainer.strategy.ranks
-        if package is None or trainer.strategy.data_size != ranks.world_size:
+    def _plot(self, module: nn.Module) -> None:
+        """Draws the metrics of torchmetrics whose value is no single number, from the samples of this rank.
+
+        Copies of them are computed, without an exchange: the run's own metrics, its ranks and its random numbers are
+        as without a report.
+        """
+        package = sys.modules.get("torchmetrics")
+        if package is None or not self.is_writer:
             return
-        # Numbers are better higher or lower, and are logged. Their own computation stays untouched.
-        metrics = {
-            name: metric
-            for name, metric in module.named_modules()
-            if isinstance(metric, package.Metric)
-            and metric.higher_is_better is None
-            and not isinstance(metric, package.aggregation.BaseAggregator)
-            and name not in self._unplotted
-        }
-        updated = [name for name, metric in metrics.items() if metric.update_called]
-        if metrics and ranks.world_size > 1:
-            # A rank without a sample has not updated its metrics, but takes part in the exchange.
-            updated = list(dict.fromkeys(name for names in ranks.all_gather_object(updated) for name in names))
-        for name in updated:
+        for name, metric in module.named_modules():
+            # Where higher or lower is better, the value is a number, which is logged.
+            is_number = not isinstance(metric, package.Metric) or metric.higher_is_better is not None
+            if is_number or isinstance(metric, package.aggregation.BaseAggregator) or name in self._unplotted:
+                continue
             try:
-                value = metrics[name].compute()
-                if isinstance(value, Tensor) and value.numel() == 1:
-                    self._unplotted.add(name)
-                elif self.is_writer:
-                    self._plot_one(name, metrics[name], value)
+                with isolated_rng():
+                    own = copy.deepcopy(metric)
+                    own.sync_on_compute = False
+                    value = own.compute() if own.update_called else torch.zeros(())
+                    if not isinstance(value, Tensor) or value.numel() > 1:
+                        self._plot_one(name, own, value)
             except Exception as error:
                 self._unplotted.add(name)
                 # Some have no plot, and matplotlib is optional.
@@ -335,7 +337,8 @@ class ReportLogger(Logger):
 
     def _name_of(self, key: str) -> str:
         plain = re.sub(r"[^\w.-]", "_", key)[:60]
-        return f"{plain}-{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}.png"
+        digest = hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=4).hexdigest()
+        return f"{plain}-{digest}.png"
 
     def _note_warning(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
         """Runs in place of `warnings.showwarning`."""
@@ -352,21 +355,25 @@ class ReportLogger(Logger):
             warnings.showwarning = self._show
 
     # time -------------------------------------------------------------------------------------------------------------
+    def _clock(self) -> float:
+        """Returns the time in seconds, without that of saves, which may fall into any phase."""
+        return time.perf_counter() - (0.0 if self._trainer is None else self._trainer.seconds_saving)
+
     def _add(self, phase: str, since: float) -> None:
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - since
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - since
 
     def _times(self, trainer: Trainer) -> dict[str, float]:
         """Returns the seconds of each phase since this process began the fit."""
-        total, times = time.perf_counter() - self._since, {**self._seconds, "saving": trainer.seconds_saving}
+        times = {**self._seconds, "saving": trainer.seconds_saving}
         if "setup" in times:
-            training = total - sum(times.values())
+            training = time.perf_counter() - self._since - sum(times.values())
             waiting = training * trainer.share_of_waiting
             times |= {"waiting for data": waiting, "training": training - waiting}
         return {name: round(seconds, 4) for name, seconds in times.items()}
 
     # the file ---------------------------------------------------------------------------------------------------------
     def _write(self, kind: str, **facts: Any) -> None:
-        if not self.is_writer:
+        if not self.is_writer or self._is_broken or (self._folder is None and self._stage != "fit"):
             return
         line = json.dumps({"kind": kind, "time": round(time.time(), 3), **facts}, separators=(",", ":"))
         self._buffer.append(line.encode() + b"\n")
@@ -377,12 +384,16 @@ class ReportLogger(Logger):
         """Writes all lines to disk."""
         if self._folder is None or not self._buffer:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         text = b"".join(self._buffer)
-        with open(self._folder / FILE, "ab", opener=opener) as file:
-            file.write(text)
-        self._size += len(text)
         self._buffer.clear()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with open(self._folder / FILE, "ab", opener=opener) as file:
+                file.write(text)
+            self._size += len(text)
+        except OSError as error:
+            self._is_broken = True
+            warn(f"{self._folder / FILE} could not be written, and the report lacks the rest of the run: {error}")
 
     def state_dict(self) -> dict[str, Any]:
         if self._folder is None:

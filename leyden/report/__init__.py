@@ -20,16 +20,22 @@ def write_report(folders: Sequence[str | os.PathLike[str]], path: str | os.PathL
         The path of the file.
 
     Raises:
-        LeydenError: if a folder does not exist, or holds nothing of a run.
+        LeydenError: if a folder does not exist or holds nothing of a run, or if the file has no place.
     """
     from leyden.checkpoint.format import staging
+    from leyden.core.errors import LeydenError
     from leyden.report.page import page_of
     from leyden.report.recorded import read_run
 
-    runs = [read_run(Path(folder), name) for folder, name in zip(folders, _names(folders), strict=True)]
     target = Path(path)
+    if target.is_dir():
+        raise LeydenError(f"{target} is a folder. Pass the path of a file, such as {target / 'report.html'}.")
+    if not target.parent.is_dir():
+        raise LeydenError(f"there is no folder {target.parent} for {target.name}. Create it first.")
+    runs = [read_run(Path(folder), name) for folder, name in zip(folders, _names(folders), strict=True)]
     with staging.replacing(target) as temporary:
-        temporary.write_text(page_of(runs), encoding="utf-8")
+        # Names may hold bytes that are no text.
+        temporary.write_bytes(page_of(runs).encode("utf-8", "replace"))
     return target
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import bisect
 import csv
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 MAX_BINS = 2_000
 """Bins of a curve. A page is 1,400 pixels wide, and a zoom shows more of each."""
+
+
+MAX_STEP = 1e15
 
 
 class Bins:
@@ -54,11 +58,22 @@ class Bins:
         self._in_last = 1
 
     def _halve(self) -> None:
+        pairs = [slice(at, at + 2) for at in range(0, len(self.x), 2)]
         self.x = self.x[::2]
-        self.low = [min(pair) for pair in zip(self.low[::2], self.low[1::2], strict=True)]
-        self.high = [max(pair) for pair in zip(self.high[::2], self.high[1::2], strict=True)]
-        self.mean = [sum(pair) / 2 for pair in zip(self.mean[::2], self.mean[1::2], strict=True)]
+        self.low, self.high = [min(self.low[pair]) for pair in pairs], [max(self.high[pair]) for pair in pairs]
+        # Halves first: a sum of the largest numbers would be infinite.
+        self.mean = [sum(mean / len(means) for mean in means) for means in (self.mean[pair] for pair in pairs)]
         self.width *= 2
+
+    def merged(self, limit: int) -> Bins:
+        """Returns the same curve in at most `limit` bins, an even number."""
+        found = Bins(limit)
+        found.width = self.width
+        for column in ("x", "low", "high", "mean"):
+            setattr(found, column, [*getattr(self, column)])
+        while len(found.x) > limit:
+            found._halve()
+        return found
 
     def cut(self, x: float) -> list[tuple[float, float]]:
         """Removes the bins that begin at `x` or after it, and returns the points of their curve."""
@@ -96,7 +111,12 @@ class Curve:
         self._x = -math.inf
 
     def add(self, x: float, y: float) -> None:
-        """Adds the next value. A smaller `x` than that of the last one means that the run went back to it."""
+        """Adds the next value. A smaller `x` than that of the last one means that the run went back to it.
+
+        A value whose `x` is no step of a run is left out.
+        """
+        if not abs(x) < MAX_STEP:
+            return
         if x < self._x:
             self.undone.append(self.bins.cut(x))
         self._x = x
@@ -125,7 +145,7 @@ class Curves:
 
     def add(self, name: str, step: float, value: float) -> None:
         if name == "epoch":
-            if not self.epochs.x or step > self.epochs.x[-1]:
+            if abs(step) < MAX_STEP and math.isfinite(value) and (not self.epochs.x or step > self.epochs.x[-1]):
                 self.epochs.add(step, value)
             return
         if name not in self.by_name:
@@ -133,13 +153,14 @@ class Curves:
         self.by_name[name].add(step, value)
 
     def add_time(self, step: float, seconds: float) -> None:
-        if not self.times.x or step > self.times.x[-1]:
+        if abs(step) < MAX_STEP and (not self.times.x or step > self.times.x[-1]):
             self.times.add(step, seconds)
 
 
 def read_csv(path: Path, curves: Curves) -> None:
     """Reads the file of a CSVLogger, row by row."""
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    # csv.Error: a field that is too long, as behind a quote that nothing closes.
+    with suppress(csv.Error), path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.reader(file)
         names = next(rows, [])
         if "step" not in names:
@@ -164,7 +185,7 @@ def _number(text: str) -> float:
 
 
 def read_events(
-    paths: Iterable[Path], curves: Curves | None, known: frozenset[str]
+    paths: Sequence[Path], curves: Curves | None, known: frozenset[str]
 ) -> Iterator[tuple[str, int, object]]:
     """Reads TensorBoard's event files, event by event, and yields what is no scalar: tag, step and value.
 
@@ -175,6 +196,8 @@ def read_events(
         curves: gets the scalars; None to leave them out.
         known: scalars that are left out, as a better source has them.
     """
+    if not paths:
+        return
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import product
@@ -12,19 +13,19 @@ from leyden.report.curves import Curve
 COLORS = ("#3b76d6", "#d97a1f", "#2a9568", "#b0469b", "#c8463c", "#7767e8", "#7d8a1f", "#1899a8")
 WIDTH, HEIGHT = 560, 200
 LEFT, BOTTOM, TOP, RIGHT = 58, 20, 8, 8
-MAX_POINTS = 300
-"""Points of a curve in a chart of 494 pixels."""
 MAX_RANKS = 256
 """Ranks of a layout that is drawn."""
 
 
-def static_chart(curves: Sequence[tuple[str, Curve]]) -> str:
-    """Returns a chart of curves, each with its color, over steps."""
+def static_chart(curves: Sequence[tuple[str, Curve]], points: int) -> str:
+    """Returns a chart of curves, each with its color and at most this many points, over steps."""
     bins = [curve.bins for _, curve in curves if curve.bins.x]
     if not bins:
         return "<p class='soft'>No finite value.</p>"
     left, right = min(one.x[0] for one in bins), max(one.x[-1] for one in bins)
     low, high = min(min(one.low) for one in bins), max(max(one.high) for one in bins)
+    if not math.isfinite(high - low):
+        return "<p class='soft'>The values are too far apart to be drawn.</p>"
     if low == high:
         low, high = low - abs(low or 1) * 0.1, high + abs(high or 1) * 0.1
     across = (WIDTH - LEFT - RIGHT) / ((right - left) or 1)
@@ -42,21 +43,21 @@ def static_chart(curves: Sequence[tuple[str, Curve]]) -> str:
         place = f"{LEFT + (tick - left) * across:.1f}"
         parts.append(f"<text x='{place}' y='{HEIGHT - 4}' text-anchor='middle'>{tick:g}</text>")
     for color, curve in curves:
-        one, every = curve.bins, max(1, math.ceil(len(curve.bins.x) / MAX_POINTS))
+        one, every = curve.bins, max(1, math.ceil(len(curve.bins.x) / points))
         spans = [slice(at, at + every) for at in range(0, len(one.x), every)]
         xs, lows = [one.x[span][0] for span in spans], [min(one.low[span]) for span in spans]
         highs = [max(one.high[span]) for span in spans]
         means = [sum(one.mean[span]) / len(one.mean[span]) for span in spans]
         if lows != highs:
             outline = [*zip(xs, highs, strict=True), *zip(xs[::-1], lows[::-1], strict=True)]
-            points = " ".join(point(x, y) for x, y in outline)
-            parts.append(f"<polygon points='{points}' fill='{color}' fill-opacity='.25'/>")
-        points = " ".join(point(x, y) for x, y in zip(xs, means, strict=True))
+            corners = " ".join(point(x, y) for x, y in outline)
+            parts.append(f"<polygon points='{corners}' fill='{color}' fill-opacity='.25'/>")
+        line = " ".join(point(x, y) for x, y in zip(xs, means, strict=True))
         if len(xs) == 1:
-            right_of, below = points.split(",")
+            right_of, below = line.split(",")
             parts.append(f"<circle cx='{right_of}' cy='{below}' r='3' fill='{color}'/>")
         else:
-            parts.append(f"<polyline points='{points}' fill='none' stroke='{color}' stroke-width='1.5'/>")
+            parts.append(f"<polyline points='{line}' fill='none' stroke='{color}' stroke-width='1.5'/>")
     names = escape(", ".join(curve.name for _, curve in curves))
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{names}'>{''.join(parts)}</svg>"
 
@@ -68,9 +69,9 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
         >>> _ticks(0, 470, 6)
         [0.0, 100.0, 200.0, 300.0, 400.0]
     """
-    if high <= low:
-        return [low]
     raw = (high - low) / count
+    if raw < sys.float_info.min:
+        return [low]
     size = 10.0 ** math.floor(math.log10(raw))
     step = next((size * factor for factor in (1, 2, 5) if size * factor >= raw), size * 10)
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
@@ -15,16 +15,28 @@ from typing import Any
 
 from leyden.checkpoint.status import ENDINGS
 from leyden.core.text import size_of
-from leyden.report.curves import MAX_BINS, Bins, Curve
+from leyden.report.curves import MAX_BINS, MAX_STEP, Bins, Curve
 from leyden.report.drawings import COLORS, layout_drawing, static_chart
 from leyden.report.recorded import Recorded
 
+ASSETS = ("uPlot.min.css", "report.css", "uPlot.iife.min.js", "report.js")
+"""The files of `assets` that every page holds. uPlot 1.6.32 has the MIT licence, in `uPlot.LICENSE`."""
+ALL_BINS, MIN_BINS = 24_000, 100
+"""Bins of all curves of a page, and of one curve at least."""
+MAX_TEXT = 4_000
+"""Characters of a text that a page shows."""
 MAX_PIECES = 10
 """Undone pieces of a curve that are drawn, the last ones."""
 MIN_STRETCH = 0.25
 """Seconds of the shortest stretch whose samples per second are shown."""
 DASHES = (None, [7, 4], [2, 3], [10, 3, 2, 3])
 PHASES = ("training", "waiting for data", "validation", "saving", "plots of metrics", "sanity check", "setup")
+TOOLS = """<div class="bar"><label>over <select id="axis"><option value="step">steps</option>
+<option value="epoch">epochs</option><option value="time">time</option></select></label>
+<label>smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0"></label>
+<label><input type="checkbox" id="log"> log scale</label>
+<span class="soft">drag to zoom, double click to zoom out, click a name to hide its curve</span></div>"""
+NOTHING = "<p class='soft'>Nothing was logged as a number.</p>"
 
 
 @dataclass
@@ -40,23 +52,30 @@ class Drawn:
 
 def page_of(runs: Sequence[Recorded]) -> str:
     """Returns the HTML of a report on these runs."""
-    charts = _charts(runs)
+    curves, system = _charts(runs), _system_charts(runs)
+    total = sum(len(drawn) for _, drawn in [*curves, *system])
+    bins = min(MAX_BINS, max(MIN_BINS, ALL_BINS // max(total, 1) // 2 * 2))
+    named = len(runs) > 1
+
+    def drawn(draw: Callable[..., str], *args: Any) -> str:
+        try:
+            return draw(*args)
+        except Exception as error:
+            # A record that is damaged or foreign must not take the other parts with it.
+            return f"<p class='soft'>A part of the report could not be drawn: {escape(type(error).__name__)}.</p>"
+
     sections = [
-        _header(runs),
-        _errors(runs),
-        _curves(charts, "Curves"),
-        *(_times(run, len(runs) > 1) for run in runs),
-        _curves(_system_charts(runs), "Throughput and memory", first=len(charts)),
-        *(_ranks(run, len(runs) > 1) for run in runs),
-        *(_media(run, len(runs) > 1) for run in runs),
-        *(_checkpoints(run, len(runs) > 1) for run in runs),
-        *(_start(run, len(runs) > 1) for run in runs),
-        *(_warnings(run, len(runs) > 1) for run in runs),
+        drawn(_header, runs),
+        drawn(_errors, runs),
+        f"<h2>Curves</h2>{TOOLS if curves else NOTHING}{drawn(_cards, curves, 0, bins)}",
+        *(drawn(_times, run, named) for run in runs),
+        f"<h2>Throughput and memory</h2>{drawn(_cards, system, len(curves), bins)}" if system else "",
+        *(drawn(section, run, named) for section in (_ranks, _media, _checkpoints, _start, _warnings) for run in runs),
     ]
     title = escape(", ".join(run.name for run in runs))
     assets = resources.files("leyden.report").joinpath("assets")
     read = {name: assets.joinpath(name).read_text(encoding="utf-8") for name in ASSETS}
-    data = _data(runs, [*charts, *_system_charts(runs)])
+    data = _data(runs, [*curves, *system], bins)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -75,10 +94,6 @@ script-src 'unsafe-inline'">
 </body>
 </html>
 """
-
-
-ASSETS = ("uPlot.min.css", "report.css", "uPlot.iife.min.js", "report.js")
-"""The files of `assets` that every page holds. uPlot 1.6.32 has the MIT licence, in `uPlot.LICENSE`."""
 
 
 # the head -------------------------------------------------------------------------------------------------------------
@@ -103,12 +118,13 @@ def _facts(run: Recorded) -> str:
     facts = [("state", state), ("steps", steps), ("time", took), ("best", best)]
     facts.append(("started", escape(_date(begun))))
     facts.append(("devices", escape(f"{start.get('world_size', '?')} × {start.get('device', '?')}") if start else ""))
-    facts += [(name, escape(str(line.get(name, "")))) for line in run.lines.get("start", [])[-1:] for name in WORDS]
+    facts += [
+        (name, escape(str(line.get(name, ""))))
+        for line in run.lines.get("start", [])[-1:]
+        for name in ("strategy", "precision")
+    ]
     shown = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts if value)
     return f"<dl class='facts'>{shown}</dl>"
-
-
-WORDS = ("strategy", "precision")
 
 
 def _brief(run: Recorded) -> list[str]:
@@ -210,23 +226,16 @@ def _gigabytes(title: str, lines: Sequence[dict[str, Any]]) -> Curve | None:
     return curve if curve.count else None
 
 
-def _curves(charts: Sequence[tuple[str, list[Drawn]]], title: str, first: int = 0) -> str:
-    if not charts:
-        return "" if first else "<h2>Curves</h2><p class='soft'>Nothing was logged as a number.</p>"
-    cards = (
-        f"<div class='card'><h3>{escape(name)}</h3><div class='chart' data-chart='{first + index}'></div>"
-        f"<div class='static'>{static_chart([(one.color, one.curve) for one in drawn])}{_legend(drawn)}</div>"
-        f"{_values(drawn)}</div>"
-        for index, (name, drawn) in enumerate(charts)
-    )
-    return f"<h2>{title}</h2>{'' if first else TOOLS}<div class='cards'>{''.join(cards)}</div>"
-
-
-TOOLS = """<div class="bar"><label>over <select id="axis"><option value="step">steps</option>
-<option value="epoch">epochs</option><option value="time">time</option></select></label>
-<label>smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0"></label>
-<label><input type="checkbox" id="log"> log scale</label>
-<span class="soft">drag to zoom, double click to zoom out, click a name to hide its curve</span></div>"""
+def _cards(charts: Sequence[tuple[str, list[Drawn]]], first: int, bins: int) -> str:
+    """Returns the cards of charts, the first of which has this number in the data."""
+    cards = []
+    for index, (name, drawn) in enumerate(charts, first):
+        static = static_chart([(one.color, one.curve) for one in drawn], bins // 6)
+        cards.append(
+            f"<div class='card'><h3>{escape(name)}</h3><div class='chart' data-chart='{index}'></div>"
+            f"<div class='static'>{static}{_legend(drawn)}</div>{_values(drawn)}</div>"
+        )
+    return f"<div class='cards'>{''.join(cards)}</div>"
 
 
 def _legend(drawn: Sequence[Drawn]) -> str:
@@ -249,12 +258,12 @@ def _values(drawn: Sequence[Drawn]) -> str:
     return f"<details><summary>values</summary>{_table(names, rows)}</details>"
 
 
-def _data(runs: Sequence[Recorded], charts: Sequence[tuple[str, list[Drawn]]]) -> str:
+def _data(runs: Sequence[Recorded], charts: Sequence[tuple[str, list[Drawn]]], limit: int) -> str:
     """Returns the curves as JSON that is safe inside a script element. Curves with the same xs share them."""
     shared: dict[tuple[float, ...], int] = {}
 
     def series(one: Drawn) -> dict[str, Any]:
-        bins = one.curve.bins
+        bins = one.curve.bins.merged(limit)
         found: dict[str, Any] = {"run": one.run, "label": one.label, "color": one.color, "dash": one.dash}
         found["x"] = shared.setdefault(tuple(bins.x), len(shared))
         found["low"] = _rounded(bins.low)
@@ -262,7 +271,7 @@ def _data(runs: Sequence[Recorded], charts: Sequence[tuple[str, list[Drawn]]]) -
             found |= {"high": _rounded(bins.high), "mean": _rounded(bins.mean)}
         pieces = []
         for piece in one.curve.undone[-MAX_PIECES:]:
-            bins = Bins(MAX_BINS // MAX_PIECES)
+            bins = Bins(max(limit // MAX_PIECES // 2 * 2, 2))
             for x, y in piece:
                 bins.add(x, y)
             pieces.append([_rounded(bins.x), _rounded(bins.mean)])
@@ -280,7 +289,7 @@ def _axis(bins: Bins) -> list[list[float]] | None:
 
 def _rounded(values: Iterable[float]) -> list[float]:
     """Returns numbers with the digits that a chart shows. Steps stay whole."""
-    return [int(value) if value == int(value) else float(f"{value:.5g}") for value in values]
+    return [int(value) if value.is_integer() and abs(value) < MAX_STEP else float(f"{value:.5g}") for value in values]
 
 
 # time, memory, ranks --------------------------------------------------------------------------------------------------
@@ -326,11 +335,11 @@ def _media(run: Recorded, named: bool) -> str:
             body = f"<img alt='{escape(picture.name)}' src='data:image/{kind};base64,{_encoded(picture.data)}'>"
         else:
             body = "<p class='soft'>Too large for this page, or its file is gone.</p>"
-        captions = "".join(f"<small class='soft'>{escape(caption)} </small>" for caption in picture.captions)
+        captions = "".join(f"<small class='soft'>{escape(_cut(str(caption)))} </small>" for caption in picture.captions)
         parts.append(f"<div class='card'>{where}{body}{captions}</div>")
     shown = f"<div class='cards'>{''.join(parts)}</div>" if parts else ""
     for table in run.tables:
-        rows = [[escape(str(cell)) for cell in row] for row in table.rows]
+        rows = [[escape(_cut(str(cell))) for cell in row] for row in table.rows]
         more = f"<p class='soft'>{table.left_out} more rows</p>" if table.left_out else ""
         heads = [escape(str(name)) for name in table.columns]
         shown += f"<h3>{escape(table.name)} <span class='soft'>step {table.step}</span></h3>"
@@ -350,7 +359,7 @@ def _checkpoints(run: Recorded, named: bool) -> str:
     for saved in reversed(run.checkpoints):
         scores = [_number(saved.scores[name]) if name in saved.scores else "" for name in monitors]
         path = escape(str(saved.path.relative_to(run.folder)))
-        rows.append([path, f"{saved.step:,}", str(saved.epoch), *scores, size_of(saved.size)])
+        rows.append([path, f"{saved.step:,}", escape(str(saved.epoch)), *scores, size_of(saved.size)])
         rows.append([f"<pre>{escape(saved.command)}</pre>"])
     heads = ["checkpoint", "step", "epoch", *map(escape, monitors), "size"]
     return f"{_title('Checkpoints', run, named)}{_table(heads, rows)}"
@@ -392,7 +401,7 @@ def _start(run: Recorded, named: bool) -> str:
 def _warnings(run: Recorded, named: bool) -> str:
     lines = run.lines.get("warning", [])
     items = (
-        f"<li>{escape(str(line.get('text')))} <span class='soft'>{escape(str(line.get('category')))}, "
+        f"<li>{escape(_cut(str(line.get('text'))))} <span class='soft'>{escape(str(line.get('category')))}, "
         f"{escape(str(line.get('file')))}:{escape(str(line.get('line')))}</span></li>"
         for line in lines
     )
@@ -424,7 +433,11 @@ def _color(index: int) -> str:
 
 
 def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return _cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text):,} characters)"
 
 
 def _number(value: float) -> str:

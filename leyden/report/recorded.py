@@ -13,7 +13,7 @@ from typing import Any
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.format.listing import ordered
 from leyden.core.errors import LeydenError
-from leyden.report.curves import Curves, read_csv, read_events
+from leyden.report.curves import MAX_STEP, Curves, read_csv, read_events
 from leyden.report.runs import RunSummary
 
 FILE = "report.jsonl"
@@ -126,7 +126,8 @@ class Recorded:
         """The steps at which the run was resumed or rolled back, each with a text."""
         found = [(int(line["step"]), "resumed") for line in self.lines.get("start", []) if line.get("resumed")]
         if not self.lines.get("start"):
-            found = [(int(start["step"]), "resumed") for start in self.starts if start.get("step")]
+            steps = [start.get("step") for start in self.starts]
+            found = [(step, "resumed") for step in steps if isinstance(step, int) and step]
         for line in self.lines.get("rollback", []):
             found.append((int(line["to"]), f"rolled back from step {line['step']}"))
         return sorted(found)
@@ -164,17 +165,35 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the lines of a record that have a kind, a time and what the kind needs."""
-    needed = {"start": {"step"}, "rollback": {"step", "to"}, "row": {"step"}, "image": {"key", "step", "file"}}
-    needed["table"] = {"key", "step", "rows"}
     with suppress(FileNotFoundError), path.open("rb") as file:
         for text in file:
             # A run that was killed leaves its last line incomplete.
             with suppress(ValueError, RecursionError):
                 line = json.loads(text)
-                kind = line.get("kind") if isinstance(line, dict) else None
-                is_whole = isinstance(line, dict) and needed.get(str(kind), set()) <= line.keys()
-                if is_whole and isinstance(kind, str) and isinstance(line.get("time"), int | float):
+                if isinstance(line, dict) and _is_whole(line):
                     yield line
+
+
+NUMBERS = ("time", "step", "epoch", "to", "samples", "memory")
+NEEDED = {
+    "start": {"step"},
+    "row": {"step"},
+    "rollback": {"step", "to"},
+    "image": {"key", "step", "file", "captions"},
+    "table": {"key", "step", "rows"},
+    "end": {"status"},
+}
+"""What a line of each kind must have, beside its kind and time."""
+
+
+def _is_whole(line: Mapping[str, Any]) -> bool:
+    kinds = {"rows": list, "captions": list, "key": str, "values": dict, "seconds": dict, "kind": str}
+    if not all(isinstance(line[name], kind) for name, kind in kinds.items() if name in line):
+        return False
+    numbers = [value for name, value in line.items() if name in NUMBERS and not isinstance(value, list)]
+    numbers += line.get("seconds", {}).values()
+    are_finite = all(isinstance(value, int | float) and abs(value) < MAX_STEP for value in numbers)
+    return are_finite and {"kind", "time", *NEEDED.get(line.get("kind", ""), ())} <= line.keys()
 
 
 def _time(line: Mapping[str, Any]) -> float:
@@ -191,7 +210,7 @@ def _read_curves(run: Recorded) -> None:
     passed, before = 0.0, math.nan
     for line in rows:
         if line["kind"] == "row":
-            passed += max(_time(line) - before, 0.0)
+            passed += max(0.0, _time(line) - before)
             curves.add_time(line["step"], passed)
             if "epoch" in line:
                 curves.add("epoch", line["step"], float(line["epoch"]))
@@ -274,7 +293,8 @@ def _checkpoints(folder: Path, starts: Sequence[Mapping[str, Any]]) -> Iterator[
         for monitor, ranked in _rankings(_json(path / "callbacks.json")):
             for name, score in ranked.items():
                 scores.setdefault(name, {})[monitor] = score
-    resumes_itself = bool(starts) and dict(starts[-1].get("arguments") or {}).get("resume") == "auto"
+    arguments = starts[-1].get("arguments") if starts else None
+    resumes_itself = isinstance(arguments, dict) and arguments.get("resume") == "auto"
     for path, manifest in found:
         if isinstance(manifest, CheckpointError):
             yield Saved(path, 0, 0, {}, 0, f"damaged: {manifest}")

@@ -328,6 +328,95 @@ def test_the_record_survives_damage(tmp_path: Path) -> None:
     assert "damaged" in Content(write_report([folder], tmp_path / "page.html")).text
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (FILE, '{"kind":"row","time":1,"step":"x"}'),
+        (FILE, '{"kind":"row","time":1e999,"step":1}'),
+        (FILE, '{"kind":"row","time":1,"step":1,"values":[1]}'),
+        (FILE, '{"kind":"table","time":1,"key":["a"],"step":1,"rows":1}'),
+        (FILE, '{"kind":"table","time":1,"key":"\\udcff","step":1,"rows":[["\\ud800"], 1]}'),
+        (FILE, '{"kind":"image","time":1,"key":"a","step":1,"file":"x","captions":null}'),
+        (FILE, '{"kind":"start","time":1,"step":0,"places":[1],"mesh":3}'),
+        (FILE, '{"kind":"end","time":1,"status":"failed","error":1,"memory":["a"],"seconds":null}'),
+        ("starts/x/run.json", '{"arguments":[1],"git":"x","changed":5,"versions":[1],"step":"a"}'),
+        ("hparams.json", '{"a":"\\ud800"}'),
+        ("metrics.csv", "step,a\n1e400,1\n2,1e308\n3,-1e308\n4,5e-324\n"),
+        ("metrics.csv", 'step,a\n1,"' + "x" * 200_000),
+    ],
+)
+def test_a_damaged_file_costs_only_its_own_part(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / FILE).write_text('{"kind":"row","time":1,"step":1,"values":{"loss":0.25}}\n')
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    with (tmp_path / name).open("a") as file:
+        file.write(text)
+    assert Content(write_report([tmp_path], tmp_path / PAGE)).scripts == 3
+    run = read_run(tmp_path, "run")
+    assert name == "metrics.csv" or "loss" in run.curves.by_name
+
+
+def test_a_folder_that_vanishes_costs_the_report_and_not_the_run(tmp_path: Path) -> None:
+    class Vanishes(Digits):
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch == 0:
+                shutil.rmtree(str(self.trainer.run_folder))
+                Path(str(self.trainer.run_folder)).touch()
+
+    with pytest.warns(UserWarning, match="could not be written"):
+        trainer = fit(tmp_path, Vanishes(), logger=False)
+    assert trainer.global_step == 12
+
+
+def test_a_run_computes_the_same_numbers_with_and_without_a_report(tmp_path: Path) -> None:
+    import torchmetrics
+
+    class Draws(torchmetrics.Metric):
+        """A metric that draws random numbers, and cannot be computed at every time."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("seen", torch.zeros(2))
+
+        def update(self, batch: Tensor) -> None:
+            self.seen += 1
+
+        def compute(self) -> Tensor:
+            torch.randperm(8)
+            raise RuntimeError("more samples are required")
+
+    class Random(Digits):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = Draws()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.metric.update(batch)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch + torch.rand(4), batch_idx)
+
+    found = []
+    for report in (False, True):
+        torch.manual_seed(3)
+        module = Random()
+        torch.manual_seed(4)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the report shows no plot of metric: RuntimeError")
+            fit(tmp_path, module, logger=False, report=report)
+        found.append(module.net.weight.detach().clone())
+    assert torch.equal(*found)
+
+
+def test_saves_within_a_validation_count_once(tmp_path: Path) -> None:
+    class Saves(Digits):
+        def on_validation_epoch_end(self) -> None:
+            if not self.trainer.sanity_checking:
+                self.trainer.save_checkpoint(Path(str(self.trainer.run_folder), "own"))
+
+    run = read_run(Path(str(fit(tmp_path, Saves(), logger=False).run_folder)), "run")
+    assert run.seconds["saving"] > 0 and min(run.seconds.values()) >= 0
+
+
 def fit_on_two_ranks(folder: str) -> str:
     trainer = fit(Path(folder), strategy="fsdp", logger=False)
     return str(trainer.run_folder)
@@ -363,13 +452,20 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert "no folder" in capsys.readouterr().err
 
 
-def test_twenty_curves_fit_in_a_megabyte_and_a_half(tmp_path: Path) -> None:
+def test_a_place_that_cannot_hold_the_file_is_named(tmp_path: Path) -> None:
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "missing" / "page.html", "there is no folder")):
+        with pytest.raises(LeydenError, match=message):
+            write_report([tmp_path], path)
+
+
+@pytest.mark.parametrize(("curves", "steps"), [(20, 4_000), (20, 20_000), (200, 500)])
+def test_many_curves_fit_in_a_megabyte_and_a_half(tmp_path: Path, curves: int, steps: int) -> None:
     generator = random.Random(0)
     with (tmp_path / "metrics.csv").open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(["step", "epoch", *(f"metric_{index}" for index in range(20))])
-        for step in range(20_000):
-            rows.writerow([step, step // 100, *(f"{generator.gauss(0, 1):.9g}" for _ in range(20))])
+        rows.writerow(["step", "epoch", *(f"metric_{index}" for index in range(curves))])
+        for step in range(steps):
+            rows.writerow([step, step // 100, *(f"{generator.gauss(0, 1e-4):.9g}" for _ in range(curves))])
     assert write_report([tmp_path], tmp_path / "page.html").stat().st_size < 1.5e6
 
 
