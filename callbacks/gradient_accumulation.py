@@ -127,6 +127,17 @@ class AutoAccumulation(GradientAccumulation):
     micro-batches, whose gradients are accumulated, and so are all later batches. Checkpoints include the number of
     micro-batches.
 
+    Tensors whose first dimension is the batch size are split, and lists of that length, in dicts, tuples and
+    dataclasses. A mask (T, T) is split too if T equals the batch size. A time-major batch is an error: transpose it in
+    `training_step`. So are samples in another form (a graph, a list of images), once the batch has to be split: have
+    the `collate_fn` return tensors.
+
+    Each batch copies buffers of up to 1 MiB, larger ones once they have changed, and the states of random number
+    generators and metrics. DDP exchanges gradients once all ranks have theirs, not during the last backward. Under FSDP
+    a rank that runs out of memory completes its pass with one sample, since the others wait for its part of the
+    weights. In an uneven last batch one rank may have fewer micro-batches than another. On a CPU, the peak memory that
+    an error reports is that of the process so far.
+
     Args:
         micro_batches: the initial number of micro-batches per batch.
         try_largest: try a large batch at the start of each fit, also on resume, so that memory runs out then and not

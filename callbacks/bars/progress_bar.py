@@ -18,7 +18,8 @@ class ProgressBar(Callback):
     """Base class for progress bars. A bar passed as a callback replaces the Trainer's default bar.
 
     Override the hooks that move the bar, `get_metrics` to choose the metrics it shows, and `print` to keep printed text
-    from breaking it.
+    from breaking it. `total_train_batches`, `total_val_batches_current_dataloader` and so on give the number of
+    batches. `enable` and `disable` switch the bar; ranks other than the first disable it.
 
     Example:
         >>> class Percent(ProgressBar):

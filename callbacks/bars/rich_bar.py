@@ -69,7 +69,8 @@ class RichProgressBar(PacedProgressBar):
     the bars. Metrics too long for the bar's line appear below the bars.
 
     Override `get_metrics` to choose the metrics, a `…_description` to rename a bar, and `configure_columns` to change
-    the columns. `progress` is Rich's `Progress`, with one task per stage, hidden while the stage is not running.
+    the columns. `progress` is Rich's `Progress`, with one task per stage (`train_progress_bar_id` and so on), hidden
+    while the stage is not running.
 
     Args:
         refresh_rate: minimum number of batches between redraws; 0 hides the bar.

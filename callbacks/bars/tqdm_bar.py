@@ -47,7 +47,8 @@ class TQDMProgressBar(PacedProgressBar):
     shows none.
 
     Override `get_metrics` to choose the metrics, a `…_description` to rename a bar, and `init_…_tqdm` to use other bars
-    (any class with tqdm's methods).
+    (any class with tqdm's methods). `train_progress_bar`, `val_progress_bar`, `test_progress_bar` and
+    `predict_progress_bar` are the bars on the screen, or silent ones where none is drawn.
 
     Args:
         refresh_rate: minimum number of batches between redraws; 0 hides the bar.
