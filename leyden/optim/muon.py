@@ -27,8 +27,8 @@ class Muon(Optimizer):
     arguments, the updates and the names of the state are those of `torch.optim.Muon`, which trains whole matrices only.
     This one trains shards too, as FSDP and tensor parallel make them: each matrix is gathered in bfloat16 on one of the
     ranks that share it, which orthogonalizes it and sends the shards of the update back, while the next matrices are on
-    their way. Given equal gradients, the update of a shard is bit for bit that of the whole matrix. Gradients of another
-    number of ranks differ in their last bits, which Newton-Schulz, in bfloat16, turns into differences of 2⁻⁸.
+    their way. Given equal gradients, the update of a shard is bit for bit that of the whole matrix. Another number of
+    ranks changes the last bits of gradients, which Newton-Schulz, in bfloat16, turns into differences of 2⁻⁸.
 
     A parameter with three dimensions, such as the stacked weights of experts, is a batch of matrices.
 
