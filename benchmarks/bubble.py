@@ -1,7 +1,7 @@
 """Measures a pipeline's bubble, the share of a step that ranks spend waiting, against its formula; and its memory.
 
     python benchmarks/bubble.py                                  # GPipe, 1F1B and Interleaved1F1B over 4 ranks
-    python benchmarks/bubble.py --picture docs/1f1b.svg          # also draws one step of 1F1B with 8 micro-batches
+    python benchmarks/bubble.py --picture docs/pictures/1f1b.svg # also draws one step of 1F1B with 8 micro-batches
 
 Runs real fits of a Trainer over gloo. Every block takes `--work` milliseconds forward and twice as long backward. It
 sleeps for that time, as a host does while its accelerator computes, so ranks do not compete for this machine's cores. A
@@ -136,35 +136,41 @@ def formula(schedule: str, ranks: int, micro_batches: int) -> float:
 
 
 # the picture ----------------------------------------------------------------------------------------------------------
-WIDE, HIGH, LEFT = 860, 34, 60
-COLOURS = {True: "#8ecae6", False: "#ffb703"}
+WIDE, HIGH, LEFT = 612, 38, 72
+COLORS = {True: "#8ecae6", False: "#ffc44d"}
+FRAME = 'stroke="#334155" stroke-width="0.7"'
 
 
 def picture(ranks: list[list[Span]]) -> str:
     """One step as an SVG: a row for each rank, a box for each pass of a micro-batch through its blocks."""
     begin = min(span.start for rank in ranks for span in rank)
     scale = WIDE / (max(span.end for rank in ranks for span in rank) - begin)
-    height = HIGH * len(ranks) + 34
+    width, height = LEFT + WIDE + 16, HIGH * len(ranks) + 56
+    # A ground of its own: the picture looks the same on light and dark pages.
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDE + 10} {height}" font-family="sans-serif">',
-        f'<rect width="{LEFT + WIDE + 10}" height="{height}" fill="#ffffff"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="13" fill="#0f172a">',
+        f'<rect width="{width}" height="{height}" rx="10" fill="#f8fafc"/>',
     ]
     for place, rank in enumerate(ranks):
-        top = 6 + place * HIGH
-        lines.append(f'<text x="6" y="{top + 19}" font-size="13">stage {place}</text>')
+        top = 14 + place * HIGH
+        lines.append(f'<text x="14" y="{top + 20}">stage {place}</text>')
+        lines.append(f'<rect x="{LEFT}" y="{top}" width="{WIDE}" height="{HIGH - 8}" fill="#e2e8f0"/>')
         for number, span in passes(rank):
-            x, width = LEFT + (span.start - begin) * scale, (span.end - span.start) * scale
+            x, wide = LEFT + (span.start - begin) * scale, (span.end - span.start) * scale
             lines.append(
-                f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{HIGH - 6}" fill="{COLOURS[span.is_forward]}"'
-                f' stroke="#333333" stroke-width="0.7"/><text x="{x + width / 2:.1f}" y="{top + 19}" font-size="12"'
-                f' text-anchor="middle">{number}</text>'
+                f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{HIGH - 8}" fill="{COLORS[span.is_forward]}" '
+                f'{FRAME}/><text x="{x + wide / 2:.1f}" y="{top + 20}" text-anchor="middle">{number}</text>'
             )
-    for place, (is_forward, name) in enumerate([(True, "forward"), (False, "backward")]):
-        x, y = LEFT + 110 * place, height - 22
+    legend = [(COLORS[True], "forward"), (COLORS[False], "backward"), ("#e2e8f0", "the stage waits")]
+    x, y = LEFT, height - 32
+    for color, name in legend:
         lines.append(
-            f'<rect x="{x}" y="{y}" width="14" height="14" fill="{COLOURS[is_forward]}" stroke="#333333"'
-            f' stroke-width="0.7"/><text x="{x + 20}" y="{y + 12}" font-size="12">{name}</text>'
+            f'<rect x="{x}" y="{y}" width="16" height="16" fill="{color}" {FRAME}/>'
+            f'<text x="{x + 22}" y="{y + 13}">{name}</text>'
         )
+        x += 116
+    lines.append(f'<text x="{width - 16}" y="{y + 13}" text-anchor="end">time →</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 

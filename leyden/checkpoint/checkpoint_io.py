@@ -29,8 +29,9 @@ class CheckpointIO(ABC):
 
     A checkpoint is a dict of plain containers, numbers, strings and CPU tensors, which `torch.load` can read with
     `weights_only=True`. `state_dict` holds the whole weights, `epoch` and `global_step` the position of the run, and
-    `hyper_parameters` the module's hyperparameters, if it has any. `files` holds everything else, as the files of a
-    checkpoint folder. The plugin may change all entries except `files`.
+    `hyper_parameters` the module's hyperparameters, if it has any, and `leyden_version` the version that saved
+    it. `files` holds everything else, as the files of a checkpoint folder.
+    The plugin may change all entries except `files`.
 
     Methods are called on rank 0 only. Any object with these methods works, such as a CheckpointIO of Lightning's.
 
