@@ -31,6 +31,7 @@ def test_killed_runs_of_several_ranks_end_like_uninterrupted_ones() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model", ["pretraining", "adapters"])
 def test_killed_runs_of_language_models_end_like_uninterrupted_ones(model: str) -> None:
     pytest.importorskip("peft" if model == "adapters" else "datasets")
