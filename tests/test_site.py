@@ -26,6 +26,18 @@ def test_every_page_is_in_the_navigation_exactly_once() -> None:
     assert listed == Counter(pages - {"index"})
 
 
+def test_every_picture_is_shown_and_every_shown_picture_exists() -> None:
+    pages = [ROOT / "README.md", *DOCS.glob("*.md"), *LESSONS]
+    shown = {
+        (page.parent / picture).resolve()
+        for page in pages
+        for picture in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+        if not picture.startswith("http")
+    }
+    # The site's logo.
+    assert shown | {DOCS / "pictures" / "jar.svg"} == set((DOCS / "pictures").iterdir())
+
+
 def test_every_public_name_has_an_api_page_exactly_once() -> None:
     listed = re.findall(r"^   ([\w.]+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     found: dict[int, str] = {}
