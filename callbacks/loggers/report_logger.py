@@ -13,10 +13,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from leyden.callbacks.loggers.csv_logger import CSVLogger
@@ -54,7 +54,7 @@ class ReportLogger(Logger):
     took, peak memory, warnings, checkpoints, rollbacks, tables, images, and how the fit ended. A resume cuts the file
     to its checkpoint. The values themselves are read from the files of a CSVLogger or TensorBoardLogger; without
     either, they are recorded here. Confusion matrices and curves of torchmetrics that are attributes of the module are
-    drawn after each validation, from the samples of rank 0, if matplotlib is installed.
+    drawn at the end as the last validation left them, from the samples of rank 0, if matplotlib is installed.
 
     Nothing runs per step: lines are written with the rows of the other loggers and at the ends of phases. If drawing
     fails, it only warns. A preempted run exits without drawing: call `leyden report`.
@@ -83,8 +83,8 @@ class ReportLogger(Logger):
         self._since = self._phase_since = 0.0
         self._warned: set[tuple[str, str]] = set()
         self._show: Any = None
-        self._unplotted: set[str] = set()
-        """Metrics that cannot be plotted."""
+        self._metrics: dict[str, tuple[int, Any]] = {}
+        """The step and a copy of each metric to plot, from the last validation."""
         self._ending: dict[str, Any] = {}
         self._is_broken = False
         """True once the file could not be written: the rest of the run is not recorded."""
@@ -102,7 +102,7 @@ class ReportLogger(Logger):
             return
         self._since, self._folder = time.perf_counter(), None
         self._buffer, self._size, self._row = [], 0, -1
-        self._seconds, self._ending, self._warned, self._unplotted, self._keep = {}, {}, set(), set(), None
+        self._seconds, self._ending, self._warned, self._metrics, self._keep = {}, {}, set(), {}, None
         self._keeps_values = not any(isinstance(logger, CSVLogger | TensorBoardLogger) for logger in trainer.loggers)
         self._is_broken = False
         if self.is_writer and warnings.showwarning != self._note_warning:
@@ -154,11 +154,7 @@ class ReportLogger(Logger):
 
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking and trainer.state.stage == "fit":
-            began = self._clock()
-            self._plot(module)
-            # It is no part of the validation.
-            self._add("plots of metrics", began)
-            self._phase_since += self._clock() - began
+            self._keep_metrics(module)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking and trainer.state.stage == "fit":
@@ -193,6 +189,7 @@ class ReportLogger(Logger):
                 seconds=self._times(trainer),
                 **self._ending,
             )
+            self._plot()
         self.save()
         if self.draw and not trainer.received_sigterm:
             self._draw(self._folder, announces=trainer.arguments.verbose and self._stage == "fit")
@@ -291,34 +288,38 @@ class ReportLogger(Logger):
         self._write("rollback", step=self._last_step, to=step)
         self._row = -1
 
-    def _plot(self, module: nn.Module) -> None:
-        """Draws the metrics of torchmetrics whose value is no single number, from the samples of this rank.
-
-        Copies of them are computed, without an exchange: the run's own metrics, its ranks and its random numbers are
-        as without a report.
-        """
-        package = sys.modules.get("torchmetrics")
+    def _keep_metrics(self, module: nn.Module) -> None:
+        """Keeps copies of the metrics of torchmetrics whose value is no single number, to be plotted at the end."""
+        package: Any = sys.modules.get("torchmetrics")
         if package is None or not self.is_writer:
             return
         for name, metric in module.named_modules():
             # Where higher or lower is better, the value is a number, which is logged.
             is_number = not isinstance(metric, package.Metric) or metric.higher_is_better is not None
-            if is_number or isinstance(metric, package.aggregation.BaseAggregator) or name in self._unplotted:
-                continue
+            if not is_number and not isinstance(metric, package.aggregation.BaseAggregator) and metric.update_called:
+                # A user's own metric may refuse to be copied.
+                with suppress(Exception):
+                    self._metrics[name] = self._last_step, copy.deepcopy(metric)
+
+    def _plot(self) -> None:
+        """Draws the metrics of the last validation, from the samples of this rank.
+
+        Nothing is exchanged: the run's own metrics, its ranks and its random numbers are as without a report.
+        """
+        metrics, self._metrics = self._metrics, {}
+        for name, (step, metric) in metrics.items():
             try:
                 with isolated_rng():
-                    own = copy.deepcopy(metric)
-                    own.sync_on_compute = False
-                    value = own.compute() if own.update_called else torch.zeros(())
+                    metric.sync_on_compute = False
+                    value = metric.compute()
                     if not isinstance(value, Tensor) or value.numel() > 1:
-                        self._plot_one(name, own, value)
+                        self._plot_one(name, step, metric, value)
             except Exception as error:
-                self._unplotted.add(name)
                 # Some have no plot, and matplotlib is optional.
                 if not isinstance(error, ImportError | NotImplementedError):
                     warn(f"the report shows no plot of {name}: {type(error).__name__}: {error}")
 
-    def _plot_one(self, name: str, metric: Any, value: Any) -> None:
+    def _plot_one(self, name: str, step: int, metric: Any, value: Any) -> None:
         figure, _ = metric.plot(value)
         try:
             with self._picture(name) as path:
@@ -327,7 +328,7 @@ class ReportLogger(Logger):
             import matplotlib.pyplot
 
             matplotlib.pyplot.close(figure)
-        self._write("image", key=name, step=self._last_step, file=self._name_of(name), captions=[])
+        self._write("image", key=name, step=step, file=self._name_of(name), captions=[])
 
     def _picture(self, key: str) -> Any:
         """Returns a context that yields the path to write the picture of a key to."""

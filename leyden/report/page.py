@@ -30,7 +30,7 @@ MAX_PIECES = 10
 MIN_STRETCH = 0.25
 """Seconds of the shortest stretch whose samples per second are shown."""
 DASHES = (None, [7, 4], [2, 3], [10, 3, 2, 3])
-PHASES = ("training", "waiting for data", "validation", "saving", "plots of metrics", "sanity check", "setup")
+PHASES = ("training", "waiting for data", "validation", "saving", "sanity check", "setup")
 TOOLS = """<div class="bar"><label>over <select id="axis"><option value="step">steps</option>
 <option value="epoch">epochs</option><option value="time">time</option></select></label>
 <label>smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0"></label>
