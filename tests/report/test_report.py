@@ -201,6 +201,14 @@ def test_an_error_is_recorded_with_its_traceback_and_stays_the_error_of_the_run(
     assert "failed" in content.text and HOSTILE in content.text and content.scripts == 3
 
 
+def test_a_run_may_be_recorded_and_drawn_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = fit(tmp_path, logger=[CSVLogger(), ReportLogger(draw=False)])
+    folder = Path(str(trainer.run_folder))
+    assert (folder / FILE).exists() and not (folder / PAGE).exists()
+    assert [type(logger) for logger in trainer.loggers] == [CSVLogger, ReportLogger]
+    assert main(["report", str(folder)]) == 0 and "finished" in Content(folder / PAGE).text
+
+
 def test_an_error_of_the_drawing_is_only_warned_of(tmp_path: Path) -> None:
     class Blocks(ReportLogger):
         def save(self) -> None:
