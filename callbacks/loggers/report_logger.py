@@ -146,7 +146,7 @@ class ReportLogger(Logger):
         self._phase_since = self._clock()
 
     def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._add("sanity check", self._phase_since)
+        self._add("sanity check")
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking:
@@ -158,7 +158,7 @@ class ReportLogger(Logger):
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking and trainer.state.stage == "fit":
-            self._add("validation", self._phase_since)
+            self._add("validation")
             self._write("times", step=trainer.global_step, seconds=self._times(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -360,8 +360,8 @@ class ReportLogger(Logger):
         """Returns the time in seconds, without that of saves, which may fall into any phase."""
         return time.perf_counter() - (0.0 if self._trainer is None else self._trainer.seconds_saving)
 
-    def _add(self, phase: str, since: float) -> None:
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - since
+    def _add(self, phase: str) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - self._phase_since
 
     def _times(self, trainer: Trainer) -> dict[str, float]:
         """Returns the seconds of each phase since this process began the fit."""

@@ -411,7 +411,8 @@ def test_a_run_computes_the_same_numbers_with_and_without_a_report(tmp_path: Pat
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the report shows no plot of metric: RuntimeError")
             fit(tmp_path, module, logger=False, report=report)
-        found.append(module.net.weight.detach().clone())
+        # What is drawn after the fit is the same, too.
+        found.append(torch.cat([module.net.weight.detach().flatten(), torch.rand(4)]))
     assert torch.equal(*found)
 
 
