@@ -9,6 +9,7 @@ import torch
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.logger import check_has_logger, is_logged, log_to_all
+from leyden.core.devices import runtime_of
 from leyden.core.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
@@ -111,8 +112,9 @@ def cpu_statistics() -> dict[str, float]:
 
 def device_statistics(device: torch.device) -> dict[str, float]:
     """Returns statistics of a device's allocator, in bytes and counts; empty for a CPU."""
-    if device.type == "cuda":
-        found = torch.cuda.memory_stats(device)
+    runtime = runtime_of(device)
+    if hasattr(runtime, "memory_stats"):
+        found = runtime.memory_stats(device)
         return {name: float(value) for name, value in found.items() if isinstance(value, numbers.Real)}
     if device.type == "mps":
         return {

@@ -129,7 +129,7 @@ def find_strategy(
     Args:
         strategy: a name from `NAMES`, or a strategy. "auto" means "single_device" for one device and "ddp" for
             several, or "ddp_notebook" for several devices requested in an interactive session.
-        accelerator: "cpu", "gpu", "cuda", "mps", "xla", "tpu" or "auto".
+        accelerator: "cpu", "gpu", "xla", "tpu", "auto", or a type of device: "cuda", "mps", "xpu", ….
         devices: the Trainer's `devices`, which sets the number of ranks on this machine. "auto" also counts ranks that
             are already started.
         num_nodes: number of machines.

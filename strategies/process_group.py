@@ -7,7 +7,6 @@ import gc
 import hashlib
 import inspect
 import multiprocessing.util
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -19,8 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from leyden.core.devices import find_device, find_devices, parse_devices, with_index
-from leyden.core.environment import CUDA_IN_USE, RankEnvironment, rank_environment
+from leyden.core.devices import (
+    find_device,
+    find_devices,
+    make_current,
+    parse_devices,
+    runtime_of,
+    shows_one,
+    with_index,
+)
+from leyden.core.environment import DEVICE_IN_USE, RankEnvironment, rank_environment
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.tree import map_tensors
 from leyden.launch.failure import LEAVE, FirstFailure, end_with_parent, ended_after, leave_stdin_to_rank_0
@@ -91,7 +98,7 @@ class GroupRanks(Ranks):
         plan = self._given_devices or self._find_devices(accelerator, devices)
         self.num_nodes = self._given_nodes or num_nodes
         if plan[0].type == "mps":
-            raise ConfigurationError("Several ranks need accelerator='cpu' or 'cuda', since MPS has one device.")
+            raise ConfigurationError("Several ranks need accelerator='cpu', since MPS has one device.")
         if environment is None:
             self.devices = plan
             return
@@ -107,7 +114,7 @@ class GroupRanks(Ranks):
             )
         self.num_nodes = environment.num_nodes
         count = environment.local_world_size
-        if plan[0].type == "cuda" and not given:
+        if plan[0].type != "cpu" and not given:
             # A launcher may show each rank only its own GPU, as device 0.
             if 1 < len(plan) < count:
                 raise ConfigurationError(
@@ -121,8 +128,7 @@ class GroupRanks(Ranks):
         """Returns the devices that the run's arguments name for this machine's ranks."""
         environment, count = self.environment, parse_devices(devices)
         count_matches = environment is not None and 1 < environment.local_world_size == count
-        one_visible = "CUDA_VISIBLE_DEVICES" in os.environ and torch.cuda.device_count() == 1
-        if count_matches and one_visible and find_device(accelerator).type == "cuda":
+        if count_matches and shows_one(find_device(accelerator).type):
             # The launcher shows each rank only its own GPU.
             return find_devices(accelerator, 1) * environment.local_world_size  # type: ignore[union-attr]
         return find_devices(accelerator, devices)
@@ -163,21 +169,24 @@ class GroupRanks(Ranks):
     def default_backend(self) -> str:
         """The backend of the process group if none is given.
 
-        With a GPU, gloo serves CPU tensors: offloaded gradients, and tensors that a user gathers. The group lasts as
-        long as the process, so gloo is included even if only a later run needs it.
+        The GPU's own is the one registered with torch for its type, such as nccl for cuda. gloo serves CPU tensors:
+        offloaded gradients, and tensors that a user gathers. The group lasts as long as the process, so gloo is
+        included even if only a later run needs it.
         """
-        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        kind = self.device.type
+        backend = dist.get_default_backend_for_device(kind)
+        return "gloo" if backend == "gloo" else f"cpu:gloo,{kind}:{backend}"
 
     def use_device(self) -> None:
-        """Makes this rank's GPU the current device. Until then, CUDA calls without a device argument use the first GPU.
+        """Makes this rank's GPU the current device. Until then, calls without a device argument use the first GPU.
 
         Raises:
-            ConfigurationError: in a rank forked from a process that had already initialized CUDA.
+            ConfigurationError: in a rank forked from a process that had already initialized the GPU.
         """
-        if self.device.type == "cuda":
-            if torch.cuda._is_in_bad_fork():
-                raise ConfigurationError(CUDA_IN_USE)
-            torch.cuda.set_device(self.device)
+        runtime = runtime_of(self.device)
+        if hasattr(runtime, "_is_in_bad_fork") and runtime._is_in_bad_fork():
+            raise ConfigurationError(DEVICE_IN_USE)
+        make_current(self.device)
 
     @property
     def is_joined(self) -> bool:
@@ -288,7 +297,7 @@ class GroupRanks(Ranks):
         return gathered
 
     def _sendable(self, obj: Any) -> Any:
-        return obj if self.device.type != "cuda" else map_tensors(obj, travelling)
+        return obj if self.device.type == "cpu" else map_tensors(obj, travelling)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if sync_grads and tensor.requires_grad:
@@ -319,7 +328,7 @@ class GroupRanks(Ranks):
     def differing(self, text: str, group: Any = None) -> list[str]:
         group = self.host_group if group is None else group
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        device = self.device if "nccl" in dist.get_backend(group) else torch.device("cpu")
+        device = torch.device("cpu") if "cpu" in backends_in(dist.get_backend(group)) else self.device
         # One all-reduce for both ends: the smallest digest is the negated largest of the negated ones.
         reduced = torch.tensor([digest, -digest], device=device)
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
@@ -401,16 +410,16 @@ class Travelling:
         self.tensor = tensor
 
     def __reduce__(self) -> Any:
-        return _arrived, (self.tensor.detach().cpu(),)
+        return _arrived, (self.tensor.detach().cpu(), self.tensor.device.type)
 
 
 def travelling(tensor: Tensor) -> Any:
     """Wraps a GPU tensor for pickling to other ranks. Returns any other tensor unchanged."""
-    return Travelling(tensor) if tensor.device.type == "cuda" else tensor
+    return Travelling(tensor) if tensor.device.type != "cpu" else tensor
 
 
-def _arrived(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.device("cuda", torch.cuda.current_device()))
+def _arrived(tensor: Tensor, kind: str) -> Tensor:
+    return tensor.to(with_index(kind))
 
 
 def _gather(tensor: Tensor, group: Any) -> Tensor:

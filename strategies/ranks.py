@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from leyden.core.devices import make_current
 from leyden.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -97,9 +98,7 @@ class Ranks:
 
     def join(self) -> None:
         """Makes this rank's device current and joins the other ranks."""
-        # Otherwise CUDA calls without a device argument go to GPU 0.
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        make_current(self.device)
 
     @property
     def is_joined(self) -> bool:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-PINNED = ("cuda", "xpu")
-"""Devices that copy to and from pinned host memory asynchronously."""
+from leyden.core.devices import pins_memory
 
 
 class OnHost(saved_tensors_hooks):
@@ -29,7 +28,7 @@ def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     device = tensor.device
     if device.type == "cpu":
         return tensor
-    if device.type not in PINNED or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+    if not pins_memory(device.type) or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return device, tensor.to("cpu")
     host = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
     return device, host.copy_(tensor, non_blocking=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from leyden.core.devices import find_device, pins_memory
 from leyden.core.errors import ConfigurationError
 from leyden.trainer.hparams import Hyperparameters, arguments_for, class_only
 
@@ -185,7 +186,7 @@ class DataModule(Hyperparameters):
                 batch_size=batch_size,
                 shuffle=shuffle,
                 num_workers=num_workers,
-                pin_memory=torch.cuda.device_count() > 0,
+                pin_memory=pins_memory(find_device().type),
             )
 
         def loaders(data: Any) -> Any:

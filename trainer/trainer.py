@@ -72,7 +72,7 @@ class Trainer:
     Names and defaults are those of PyTorch Lightning unless noted. None means the default unless noted.
 
     Args:
-        accelerator: "auto", "cpu", "gpu", "cuda", "mps", "xla" or "tpu". Default "auto".
+        accelerator: "auto", "cpu", "gpu", "xla", "tpu", or a type of device that torch knows: "cuda", "mps", "xpu", ….
         strategy: a name from `leyden.strategies.NAMES`, a `Strategy`, or "auto" (default): "ddp" on several devices.
         devices: devices per machine, one rank each: a number, indices such as [0, 1] or "0,1", or "auto" (all GPUs, or
             one CPU). Ranks start at the first fit, validate, test or predict. Default "auto".

@@ -23,6 +23,7 @@ from leyden.checkpoint.format.safefile import write_file, write_tensors
 from leyden.checkpoint.format.secrets import OWNERS, is_marked
 from leyden.checkpoint.format.tensors import is_sharded, local_part
 from leyden.checkpoint.format.unflushed import Unflushed
+from leyden.core.devices import copies_aside, mark, pins_memory, runtime_of
 from leyden.core.errors import LeydenError
 from leyden.core.tree import leaves
 
@@ -82,7 +83,7 @@ class WrittenWhileCopied(LeydenError):
 class HostMemory:
     """Host buffers for copies, reused across saves. Copying into freshly allocated memory takes ten times as long.
 
-    Buffers for CUDA tensors are pinned, so the copy runs asynchronously.
+    Buffers for tensors of a GPU are pinned, so the copy runs asynchronously.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class HostMemory:
             like: the tensor.
         """
         buffer = self._previous.pop(key, None)
-        pinned = like.device.type == "cuda"
+        pinned = pins_memory(like.device.type)
         if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype or buffer.is_pinned() != pinned:
             # A save at the end of a validation runs in inference mode. A tensor created in that mode could not be
             # written outside of it later.
@@ -120,8 +121,8 @@ def calls_hooks(optimizer: Optimizer) -> bool:
 def addresses_of(optimizers: Iterable[Optimizer]) -> set[int]:
     """Returns the addresses of the memory that optimizers step: their parameters and their state.
 
-    Skips optimizers whose step does not call torch's pre-hooks, and tensors on devices other than CPU and CUDA: that
-    memory could change unnoticed.
+    Skips optimizers whose step does not call torch's pre-hooks, and tensors that another thread must not copy: those on
+    MPS (torch fails in two threads there), XLA, and the meta device.
     """
     found = set[int]()
     for optimizer in optimizers:
@@ -136,7 +137,8 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
     for leaf in leaves(tree):
         if isinstance(leaf, Tensor):
             part = local_part(leaf) if is_sharded(leaf) else leaf
-            if part.layout is torch.strided and part.numel() and part.device.type in ("cpu", "cuda"):
+            may_defer = part.device.type == "cpu" or copies_aside(part.device)
+            if may_defer and part.layout is torch.strided and part.numel():
                 yield part
 
 
@@ -198,17 +200,17 @@ class Copies:
         """Number of copies that are not finished; guarded by the lock."""
         self._lock = threading.Lock()
         self._copied = threading.Event()
-        """Set once every copy has been made, or enqueued on the CUDA stream."""
+        """Set once every copy has been made, or enqueued on the device."""
         self._decided = threading.Event()
         """Set once it is decided whether the copies form a consistent snapshot."""
         self._fault: str | None = None
         """Why the snapshot is inconsistent; None if it is not."""
         self._devices = set[torch.device]()
-        """The CUDA device that tensors are copied from; a rank has at most one."""
-        self._eager_done: torch.cuda.Event | None = None
+        """The device that tensors are copied from; a rank has at most one."""
+        self._eager_done: Any = None
         """Recorded on the device after the eager copies."""
-        self._stream: torch.cuda.Stream | None = None
-        """The CUDA stream of the background copies; None on the CPU."""
+        self._stream: Any = None
+        """The device's stream of the background copies; None on the CPU."""
         memory.begin()
 
     @property
@@ -228,8 +230,8 @@ class Copies:
             if may_defer:
                 self._deferred.append(_Copy(key, source, buffer, source._version))
             if self.is_first or not may_defer:
-                buffer.copy_(source, non_blocking=source.is_cuda)
-            if source.is_cuda:
+                buffer.copy_(source, non_blocking=copies_aside(source.device))
+            if copies_aside(source.device):
                 self._devices.add(source.device)
         return Tensors(copied, content.metadata)
 
@@ -241,10 +243,9 @@ class Copies:
     def begin(self) -> None:
         """Ends the collection of tensors, and queues the deferred copies for the background thread."""
         for device in self._devices:
-            self._eager_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._eager_done.record(torch.cuda.current_stream(device))
+            self._eager_done = mark(device)
             # The copies run after all work enqueued so far; work enqueued later does not wait for them.
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = runtime_of(device).Stream(device)
             self._stream.wait_event(self._eager_done)
         pending = [] if self.is_first else sorted(self._deferred, key=lambda copy: -copy.source.nbytes)
         self._remaining = len(pending)
@@ -292,7 +293,7 @@ class Copies:
         self._copied.wait()
         if self._stream is not None:
             # The device orders its next work after the copies, so the host need not wait.
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            runtime_of(self._stream.device).current_stream(self._stream.device).wait_stream(self._stream)
         torn = None if self.is_first else next((copy for copy in self._deferred if copy.is_torn()), None)
         if torn is not None and not self._decided.is_set():
             self._fault = (
@@ -321,7 +322,7 @@ class Copies:
                     if self._stream is None:
                         copy.buffer.copy_(copy.source)
                     else:
-                        with torch.cuda.stream(self._stream):
+                        with runtime_of(self._stream.device).stream(self._stream):
                             copy.buffer.copy_(copy.source, non_blocking=True)
                 finally:
                     with self._lock:

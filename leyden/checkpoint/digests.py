@@ -14,6 +14,7 @@ from leyden.checkpoint.format.manifest import XXH3, digest_of
 from leyden.checkpoint.format.safefile import memory_of
 from leyden.checkpoint.format.shard_table import Sizes
 from leyden.checkpoint.format.tensors import check_tensor, is_sharded, split
+from leyden.core.devices import copies_aside, mark
 from leyden.strategies.base import Strategy
 
 Box: TypeAlias = tuple[Sizes, Sizes]
@@ -59,12 +60,12 @@ class DigestReader:
         for number, piece in enumerate(pieces):
             if piece.device.type != "cpu":
                 buffer = self._memory.room(("", str(number)), piece)
-                on_host.append(buffer.copy_(piece, non_blocking=piece.is_cuda))
-                devices |= {piece.device} if piece.is_cuda else set()
+                on_host.append(buffer.copy_(piece, non_blocking=copies_aside(piece.device)))
+                devices |= {piece.device} if copies_aside(piece.device) else set()
             else:
                 on_host.append(piece)
         for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            mark(device).synchronize()
         return on_host
 
 

@@ -26,8 +26,8 @@ CLUSTER = "LEYDEN_CLUSTER"
 """Class name of the ClusterEnvironment that set torch's variables."""
 AGENT = "LEYDEN_AGENT"
 """Process ID of the agent. A rank checks it to see whether its agent is still alive."""
-CUDA_IN_USE = (
-    "CUDA is already initialized in this process, so it cannot be forked. Restart the kernel and touch no GPU before "
+DEVICE_IN_USE = (
+    "A GPU is already initialized in this process, so it cannot be forked. Restart the kernel and touch no GPU before "
     "fit (no tensor.cuda(), no torch.cuda.is_available() or other device query), or use strategy='ddp_spawn'."
 )
 

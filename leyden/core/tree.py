@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from leyden.core.devices import copies_aside
 from leyden.core.errors import ConfigurationError
 
 T = TypeVar("T")
 
 BUILTIN = frozenset({dict, list, tuple, set, frozenset, str, bytes, int, float, bool, complex, type(None)})
 PLAIN = (str, bytes, int, float, complex, type(None), type)
-COPIES_BESIDE = ("cuda", "xpu")
-"""Devices that copies go to asynchronously. Copies to the CPU never do: their values could be read too early."""
 
 
 def move_to_device(batch: T, device: torch.device | str) -> T:
@@ -27,7 +26,7 @@ def move_to_device(batch: T, device: torch.device | str) -> T:
     Structure and types are kept: dicts and other mappings, lists, tuples, named tuples, sets, dataclasses, and
     subclasses of these. Any other object is moved by its `to(device)` method, as graphs and encodings have, or left in
     place if it has none. A tensor that occurs twice is moved once. An object without anything to move is returned
-    itself, not a copy. Copies from pinned memory to cuda and xpu are asynchronous.
+    itself, not a copy. Copies from pinned memory to a GPU are asynchronous.
 
     Args:
         batch: any nested structure.
@@ -53,7 +52,7 @@ def move_to_device(batch: T, device: torch.device | str) -> T:
             break
     else:
         return batch
-    return _Move(device, device.type in COPIES_BESIDE).visit(batch)  # type: ignore[no-any-return]
+    return _Move(device, copies_aside(device)).visit(batch)  # type: ignore[no-any-return]
 
 
 def map_tensors(data: T, function: Callable[[Tensor], Any]) -> T:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from leyden.core.devices import current_index, runtime_of, types_in_use
 from leyden.core.errors import ConfigurationError, StateError
 from leyden.core.rank_zero import inform
 from leyden.core.saved_state import SavedState, brief
@@ -39,7 +40,7 @@ def rng_state(devices: bool = True) -> dict[str, Any]:
     Leaves out NumPy if it is not imported, and devices that are not in use.
 
     Args:
-        devices: True to include the generators of CUDA, MPS and XLA.
+        devices: True to include the generators of GPUs, other accelerators and XLA.
     """
     return plain_state(live_state(devices))
 
@@ -51,19 +52,17 @@ def live_state(devices: bool = True) -> dict[str, Any]:
         import numpy as np
 
         state["numpy"] = np.random.get_state(legacy=False)
-    if devices and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = [torch.cuda.get_rng_state(index) for index in _cuda_devices()]
-    if devices and torch.backends.mps.is_available():
-        state["mps"] = torch.mps.get_rng_state()
+    for kind in types_in_use() if devices else ():
+        state[kind] = [runtime_of(kind).get_rng_state(index) for index in _indices(kind)]
     if devices and runtime.is_used():
         state["xla"] = runtime.rng_state()
     return state
 
 
-def _cuda_devices() -> list[int]:
+def _indices(kind: str) -> list[int]:
     """Returns this rank's GPU first, then the others, because a resumed rank may use a GPU with another index."""
-    own = torch.cuda.current_device()
-    return [own, *(index for index in range(torch.cuda.device_count()) if index != own)]
+    own = current_index(kind)
+    return [own, *(index for index in range(runtime_of(kind).device_count()) if index != own)]
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -97,9 +96,8 @@ def check_rng_state(state: Any, where: str = "rng") -> None:
         import numpy as np
 
         check_numpy_state(saved.nested("numpy"), plain(np.random.get_state(legacy=False)))
-    for key in ("cuda", "mps"):
-        found = saved.value(key) if key in saved else []
-        for value in found if isinstance(found, list) else [found]:
+    for key in set(state) - {"python", "numpy", "torch", "xla"}:
+        for value in _listed(saved.value(key)):
             if not isinstance(value, Tensor) or value.dim() != 1:
                 raise StateError(saved.path(key), f"is {brief(value)}, and must be a tensor of bytes")
 
@@ -117,13 +115,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
         import numpy as np
 
         np.random.set_state(with_arrays(state["numpy"]))
-    if "cuda" in state and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for index, value in zip(_cuda_devices(), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(on_cpu(value), index)
-    if "mps" in state and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(on_cpu(state["mps"]))
+    for kind in types_in_use():
+        for index, value in zip(_indices(kind), _listed(state.get(kind, [])), strict=False):
+            runtime_of(kind).set_rng_state(on_cpu(value), index)
     if "xla" in state and runtime.is_used():
         runtime.set_rng_state(state["xla"])
+
+
+def _listed(states: Any) -> list[Any]:
+    """Returns the states of a type of device in a list. Earlier versions saved that of MPS by itself."""
+    return states if isinstance(states, list) else [states]
 
 
 class RandomNumbers:

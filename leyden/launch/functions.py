@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from leyden.core.environment import CUDA_IN_USE, STARTER, RankEnvironment, killed_in_words
+from leyden.core.devices import types_in_use
+from leyden.core.environment import DEVICE_IN_USE, STARTER, RankEnvironment, killed_in_words
 from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.launch.leaving import raise_quietly
 from leyden.launch.meeting import AGENTS_STORE, LOOPBACK, gloo_on_loopback, listen, store_on
@@ -107,8 +108,8 @@ def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
 def _check_fork() -> None:
     if not hasattr(os, "fork"):
         raise ConfigurationError("this operating system cannot fork. Use strategy='ddp_spawn'.")
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise ConfigurationError(CUDA_IN_USE)
+    if any(kind != "mps" for kind in types_in_use()):
+        raise ConfigurationError(DEVICE_IN_USE)
 
 
 class _Watch:

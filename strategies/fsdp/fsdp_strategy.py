@@ -147,7 +147,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         backend = dist.get_backend()
-        if self.root_device.type == "cuda" and self.settings["cpu_offload"] and "gloo" not in backend:
+        if self.root_device.type != "cpu" and self.settings["cpu_offload"] and "gloo" not in backend:
             raise ConfigurationError(
                 "cpu_offload needs a gloo backend for CPU tensors, and the process group has only "
                 f"{str(backend)!r}: leave out process_group_backend, or use 'cpu:gloo,cuda:nccl'."

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from leyden.core.devices import runtime_of, with_index
 from leyden.core.errors import ConfigurationError
 
 
@@ -110,7 +111,5 @@ def _in_backward() -> bool:
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """Returns torch's default generators: the CPU's, and the device's if it is a GPU."""
-    if device.type != "cuda":
-        return [torch.default_generator]
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return [torch.default_generator, torch.cuda.default_generators[index]]
+    own = getattr(runtime_of(device), "default_generators", None)
+    return [torch.default_generator] if own is None else [torch.default_generator, own[with_index(device).index]]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from leyden.core.devices import lacks_bfloat16, name_of
 from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.core.saved_state import SavedState
 from leyden.strategies.precision.base import Precision
@@ -81,10 +82,8 @@ class MixedPrecision(Precision):
         self.forward_context = make
 
     def check(self, device: torch.device) -> None:
-        if device.type == "cuda" and self.dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            raise ConfigurationError(
-                f"{torch.cuda.get_device_name(device)} lacks bfloat16. Use precision='16-mixed' or '32-true'."
-            )
+        if self.dtype == torch.bfloat16 and lacks_bfloat16(device):
+            raise ConfigurationError(f"{name_of(device)} lacks bfloat16. Use precision='16-mixed' or '32-true'.")
         self._device_type = device.type
         if self.may_skip and self.scaler is None:
             self.scaler = GradScaler(device.type, **self._scaler_arguments)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from leyden.core.devices import lacks_bfloat16, name_of
 from leyden.core.errors import ConfigurationError
 from leyden.core.tree import convert_floats
 from leyden.strategies.precision.base import DefaultDtype, Precision, restore_layers
@@ -63,7 +64,5 @@ class HalfPrecision(TruePrecision):
         super().__init__(f"{dtype}-true", torch.float16 if dtype == "16" else torch.bfloat16)
 
     def check(self, device: torch.device) -> None:
-        if device.type == "cuda" and self.dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            raise ConfigurationError(
-                f"{torch.cuda.get_device_name(device)} lacks bfloat16. Use precision='16-true' or '32-true'."
-            )
+        if self.dtype == torch.bfloat16 and lacks_bfloat16(device):
+            raise ConfigurationError(f"{name_of(device)} lacks bfloat16. Use precision='16-true' or '32-true'.")

@@ -125,7 +125,7 @@ def test_a_killed_rank_raises_an_error_with_its_number_and_signal(tmp_path: Path
 def test_forking_after_cuda_initialization_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for strategy in ("ddp_fork", "ddp_notebook"):
-        with pytest.raises(ConfigurationError, match="CUDA is already initialized.*Restart the kernel"):
+        with pytest.raises(ConfigurationError, match="GPU is already initialized.*Restart the kernel"):
             make(tmp_path, strategy).fit(Module(), loader())
 
 

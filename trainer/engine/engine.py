@@ -44,7 +44,7 @@ class Engine:
 
     Args:
         strategy: a name or a Strategy.
-        accelerator: "cpu", "gpu", "cuda", "mps" or "auto".
+        accelerator: "cpu", "gpu", "auto", or a type of device: "cuda", "mps", "xpu", ….
         precision: a name or a Precision; None for the precision of a given Strategy.
         devices: the devices, as for the Trainer.
         num_nodes: number of machines.

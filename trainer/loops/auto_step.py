@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from leyden.core.devices import free_cached_memory
 from leyden.core.errors import ConfigurationError, LeydenError, is_out_of_memory
 from leyden.core.rank_zero import warn
 from leyden.data.rng import isolated_rng
@@ -531,8 +532,7 @@ def free(error: BaseException) -> None:
     """Frees the tensors held by the stack frames of a failed pass."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+    free_cached_memory()
 
 
 def read_output(outputs: Any) -> tuple[Tensor, Any]:

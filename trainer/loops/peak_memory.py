@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from leyden.core.devices import peak_memory
+from leyden.core.devices import peak_memory, reset_peak_memory, used_memory
 from leyden.core.text import size_of
 
 
 class PeakMemory:
-    """Measures peak memory phase by phase: allocations by torch on CUDA, memory of the process elsewhere.
+    """Measures peak memory phase by phase: allocations by torch on a GPU, memory of the process elsewhere.
 
-    A process reports only its overall peak, so outside CUDA a later phase never shows a lower peak.
+    A process reports only its overall peak, so elsewhere a later phase never shows a lower peak.
 
     Args:
         device: the device to measure.
@@ -37,13 +37,13 @@ class PeakMemory:
 
         Args:
             phase: "forward", "backward" or "step"; "" for none.
-            measures: whether to measure the peak. On CUDA this resets torch's own peak, which user code may read.
+            measures: whether to measure the peak. On a GPU this resets torch's own peak, which user code may read.
         """
         if self._measures:
             self._record()
         self.phase, self._measures = phase, measures and bool(phase)
-        if self._measures and self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._measures:
+            reset_peak_memory(self._device)
 
     def _record(self) -> None:
         self._peaks[self.phase] = max(peak_memory(self._device), self._peaks.get(self.phase, 0))
@@ -52,7 +52,6 @@ class PeakMemory:
         """Returns the peaks of all phases as text, after the current phase failed."""
         self._record()
         peaks = ", ".join(f"{phase} {size_of(peak)}" for phase, peak in self._peaks.items() if peak)
-        total = ""
-        if self._device.type == "cuda":
-            total = f" of {size_of(torch.cuda.get_device_properties(self._device).total_memory)}"
+        used = used_memory(self._device)
+        total = f" of {size_of(used[-1])}" if used is not None else ""
         return f"{peaks}{total}" if peaks else "unknown"

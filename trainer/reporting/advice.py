@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from leyden.core.devices import used_memory
 from leyden.core.errors import ConfigurationError, LeydenError, add_note, is_out_of_memory
 from leyden.core.given import in_known_names
 from leyden.core.text import listed, size_of
@@ -128,9 +129,8 @@ def out_of_memory(run: Run, error: BaseException) -> BaseException:
     """Returns an error of the same type whose message adds where it happened, memory use, and what to try."""
     device = run.strategy.root_device
     use = ""
-    if device.type == "cuda":
-        taken, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        total = torch.cuda.get_device_properties(device).total_memory
+    if (memory := used_memory(device)) is not None:
+        taken, peak, total = memory
         use = f" {size_of(taken)} are in use, {size_of(peak)} at the peak, of {size_of(total)}."
     progress = run.progress
     batch = in_one_line(run.logs.batch, shortened=True) if run.logs.batch is not None else "none"

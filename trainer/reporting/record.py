@@ -19,6 +19,7 @@ import torch
 
 from leyden.callbacks.loggers.logger import Logger
 from leyden.checkpoint.format.secrets import masked_text, masked_value
+from leyden.core.devices import name_of
 from leyden.core.environment import STARTED_IN
 from leyden.core.errors import kind_of
 from leyden.core.rank_zero import warn
@@ -153,8 +154,8 @@ def _version(name: str, module: Any) -> str | None:
 
 
 def _name_of(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if name := name_of(device):
+        return name
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

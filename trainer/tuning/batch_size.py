@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from leyden.core.devices import free_cached_memory
 from leyden.core.errors import ConfigurationError, is_out_of_memory, nearest
 from leyden.trainer.tuning.trial import Subject, assign, owners_of
 
@@ -133,8 +132,7 @@ class BatchSizeSearch:
         batches = [] if trainer is None else _batches(trainer, subject.method)
         trainer = trial = None  # type: ignore[assignment]
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_cached_memory()
         return None if failed else bool(batches) and max(batches) <= 1
 
 

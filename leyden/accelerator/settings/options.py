@@ -43,6 +43,7 @@ from leyden.accelerator.settings.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from leyden.core.devices import runtime_of
 from leyden.core.errors import ConfigurationError, kind_of, nearest
 from leyden.launch.heartbeat import hang_limit
 from leyden.strategies.base import Strategy
@@ -50,7 +51,7 @@ from leyden.strategies.precision import MixedPrecision, Precision, find_precisio
 from leyden.trainer.events.preemption import preemption_from
 from leyden.trainer.launched import read_launched, with_recipe
 
-RNG_TYPES = ("torch", "cuda", "mps", "numpy", "python", "generator")
+RNG_TYPES = ("torch", "cuda", "mps", "xpu", "numpy", "python", "generator")
 LOADER_FLAGS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 
 
@@ -385,7 +386,7 @@ def _resumes(given: str | None, project: ProjectConfiguration) -> bool:
 def _rng_types(given: Any) -> list[str]:
     names = [str(getattr(entry, "value", entry)) for entry in given or ()]
     for name in names:
-        if name not in RNG_TYPES:
+        if name not in RNG_TYPES and runtime_of(name) is None:
             raise ConfigurationError(f"rng_types has an unknown type {name!r}. {nearest(name, RNG_TYPES)}")
     return names
 

@@ -8,8 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from leyden.core.devices import free_cached_memory
 from leyden.core.environment import rank_environment
 from leyden.core.errors import ConfigurationError, UnknownArgumentError, is_out_of_memory
 from leyden.core.rank_zero import inform, to_stderr
@@ -40,10 +39,7 @@ def release_memory(*objects: Any) -> list[None]:
     count = len(objects)
     del objects
     gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
-    if torch.backends.mps.is_available():
-        torch.mps.empty_cache()
+    free_cached_memory()
     return [None] * count
 
 

@@ -39,6 +39,8 @@ _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.c
 _BYTES = tuple(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name))
 # Dtypes that are stored as another dtype.
 TRANSLATED = (*_REAL, *_BYTES)
+# Classes whose tensors are only values. A backend written in Python has a class of its own.
+PLAIN = {Tensor, nn.Parameter}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*NATIVE, *_REAL, *_BYTES)}
 _COMPRESSED = {
     torch.sparse_csr: "csr",
@@ -92,7 +94,7 @@ def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
         raise UnsupportedStateError(where, "a lazy parameter without a shape", "Run the module once before saving.")
     if is_sharded(tensor) and tensor.dtype in TRANSLATED:
         raise UnsupportedStateError(where, f"a sharded tensor of {tensor.dtype}", "Keep its parts as real tensors.")
-    if type(tensor) not in (Tensor, nn.Parameter) and not (sharded and is_sharded(tensor)):
+    if type(tensor) not in PLAIN and not (sharded and is_sharded(tensor)):
         raise UnsupportedStateError(where, f"a tensor of the class {type(tensor).__name__}", hint)
     if tensor.is_meta:
         raise UnsupportedStateError(where, "a tensor on the meta device, without data", "Materialize it first.")

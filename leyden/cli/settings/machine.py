@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from leyden.core.devices import find_device, find_devices
 from leyden.launch.processes import available_cpus
 
 NUMA = Path("/sys/devices/system/node")
@@ -39,9 +40,10 @@ def this_machine() -> Machine:
     """Detects the hardware of this machine without creating a context on a GPU."""
     import torch
 
-    gpus = torch.cuda.device_count()
+    device = find_device()
+    gpus = len(find_devices()) if device.type not in ("cpu", "mps") else 0
     # The driver answers this without creating a context on the device.
-    capability = torch.cuda.get_device_capability(0) if gpus else (0, 0)
+    capability = torch.cuda.get_device_capability(0) if device.type == "cuda" else (0, 0)
     return Machine(
         gpus=gpus,
         cpus=available_cpus(),
