@@ -27,7 +27,8 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch._C import _distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -36,7 +37,7 @@ from leyden.checkpoint.format.tensors import PLAIN
 aten = torch.ops.aten
 HERE = str(Path(__file__).resolve())
 TORCH = str(Path(torch.__file__).parent)
-ROOT = str(Path(__file__).resolve().parents[2])
+ROOT = str(Path(__file__).resolve().parents[1])
 
 READS = {
     *(aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default),
@@ -199,7 +200,9 @@ class Memory:
         self.limit: int | None = None
 
     def take(self, size: int) -> None:
-        if self.limit is not None and self.used + size > self.limit:
+        # An error in backward, which runs in torch's thread for the device, ends the process (torch 2.13).
+        in_forward = threading.current_thread() is threading.main_thread()
+        if in_forward and self.limit is not None and self.used + size > self.limit:
             raise torch.OutOfMemoryError(f"toy out of memory: {self.used} of {self.limit} bytes used, {size} wanted")
         self.used += size
         self.peak = max(self.peak, self.used)
@@ -418,6 +421,9 @@ def raw_of(tensor: Any) -> Any:
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operation on the values."""
+    if torch.is_inference_mode_enabled() and func._can_decompose():
+        # Elsewhere torch has split it already.
+        return func.decompose(*args, **kwargs)
     if func is aten._to_copy.default:
         return to_copy(*args, **kwargs)
     if func is aten.copy_.default:
@@ -430,10 +436,29 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         waited(str(func))
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")
-    if kwargs.get("generator") is None and any(argument.name == "generator" for argument in func._schema.arguments):
-        kwargs["generator"] = GENERATOR
     raw_args, raw_kwargs = tree_map_only(DeviceTensor, raw_of, (args, kwargs))
-    return wrapped(func, args, kwargs, func(*raw_args, **raw_kwargs))
+    draws = torch.Tag.nondeterministic_seeded in func.tags and raw_kwargs.get("generator") is None
+    with drawing_from_the_device() if draws else contextlib.nullcontext():
+        result = func(*raw_args, **raw_kwargs)
+    # A view of a tensor that autograd tracks stays one, also where new tensors are not.
+    is_view = torch.is_inference_mode_enabled() and not any(
+        map(Tensor.is_inference, [v for v in values if isinstance(v, DeviceTensor)])
+    )
+    is_view &= func._schema.returns[0].alias_info is not None if func._schema.returns else False
+    with torch.inference_mode(False) if is_view else contextlib.nullcontext():
+        return wrapped(func, args, kwargs, result)
+
+
+@contextlib.contextmanager
+def drawing_from_the_device() -> Iterator[None]:
+    """Lets torch's default generator draw the numbers of the device's."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(GENERATOR.get_state())
+    try:
+        yield
+    finally:
+        GENERATOR.set_state(torch.get_rng_state())
+        torch.set_rng_state(before)
 
 
 def wrapped(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
@@ -445,7 +470,13 @@ def wrapped(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
                 if isinstance(value, DeviceTensor):
                     value.held.write()
                     written[id(value.raw)] = value
-    return tree_map_only(Tensor, lambda t: written[id(t)] if id(t) in written else DeviceTensor(t), result)
+
+    def wrap(tensor: Tensor) -> Any:
+        # A functional collective wraps its result once more.
+        tensor = tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+        return written[id(tensor)] if id(tensor) in written else DeviceTensor(tensor)
+
+    return tree_map_only(Tensor, wrap, result)
 
 
 def to_copy(source: Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
@@ -532,7 +563,7 @@ for _name in RAISED:
 
 
 # ranks ----------------------------------------------------------------------------------------------------------------
-class Done(Work):
+class Done(c10d.Work):
     """The work of a collective that has ended."""
 
     def __init__(self, result: Any) -> None:
@@ -558,47 +589,50 @@ class ToyGroup(dist.ProcessGroup):
     def __init__(self, gloo: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.gloo = gloo
+        # For collectives that torch does not look up in Python: functional ones, whose tensors `dispatch` unwraps.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def name(self) -> str:
         return "toygloo"
 
     getBackendName = name
 
-    def _over_gloo(self, name: str, result: Any, *args: Any) -> Done:
-        work = getattr(self.gloo, name)(*tree_map_only(DeviceTensor, raw_of, args))
-        work.wait()
-        for tensor in tree_leaves(result):
+    def barrier(self, opts: Any = None) -> Done:
+        self.gloo.barrier().wait()
+        return Done([])
+
+
+CARRIED = {
+    "allreduce": ("allreduce", c10d.AllreduceOptions),
+    "broadcast": ("broadcast", c10d.BroadcastOptions),
+    "reduce": ("reduce", c10d.ReduceOptions),
+    "gather": ("gather", c10d.GatherOptions),
+    "scatter": ("scatter", c10d.ScatterOptions),
+    "allgather": ("allgather", c10d.AllgatherOptions),
+    "all_gather_single": ("_allgather_base", c10d.AllgatherOptions),
+    "_allgather_base": ("_allgather_base", c10d.AllgatherOptions),
+    "reduce_scatter_single": ("_reduce_scatter_base", c10d.ReduceScatterOptions),
+    "_reduce_scatter_base": ("_reduce_scatter_base", c10d.ReduceScatterOptions),
+}
+"""The collectives: gloo's method, and its options. The first argument is the output, in a list or not."""
+
+
+def _carried(name: str, options: Any) -> Callable[..., Done]:
+    def collective(self: ToyGroup, *args: Any, opts: Any = None) -> Done:
+        if args and isinstance(args[-1], options):
+            *args, opts = args  # type: ignore[assignment]
+        args = tuple([arg] if name == "allreduce" and isinstance(arg, Tensor) else arg for arg in args)
+        getattr(self.gloo, name)(*tree_map_only(DeviceTensor, raw_of, args), opts or options()).wait()
+        for tensor in tree_leaves(args[0]):
             if isinstance(tensor, DeviceTensor):
                 tensor.held.write()
-        return Done(result)
+        return Done(args[0])
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Done:
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        return self._over_gloo("allreduce", tensors, tensors, opts or dist.AllreduceOptions())
+    return collective
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Done:
-        return self._over_gloo("broadcast", tensors, tensors, opts or dist.BroadcastOptions())
 
-    def reduce(self, tensors: Any, opts: Any = None) -> Done:
-        return self._over_gloo("reduce", tensors, tensors, opts or dist.ReduceOptions())
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        return self._over_gloo("allgather", outputs, outputs, inputs, opts or dist.AllgatherOptions())
-
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Done:
-        return self._over_gloo("_allgather_base", output, output, input, opts or dist.AllgatherOptions())
-
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Done:
-        return self._over_gloo("_reduce_scatter_base", output, output, input, opts or dist.ReduceScatterOptions())
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        return self._over_gloo("gather", outputs, outputs, inputs, opts or dist.GatherOptions())
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        return self._over_gloo("scatter", outputs, outputs, inputs, opts or dist.ScatterOptions())
-
-    def barrier(self, opts: Any = None) -> Done:
-        return self._over_gloo("barrier", [])
+for _name, (_own, _options) in CARRIED.items():
+    setattr(ToyGroup, _name, _carried(_own, _options))
 
 
 def _group(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> ToyGroup:
