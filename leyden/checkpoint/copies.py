@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from leyden.checkpoint.format.unflushed import Unflushed
 from leyden.core.devices import copies_aside, mark, pins_memory, runtime_of
 from leyden.core.errors import LeydenError
 from leyden.core.tree import leaves
+from leyden.trainer.logging.values import read_back
 
 
 class Content(ABC):
@@ -167,11 +168,12 @@ class _Copy:
         """Returns True if the source has been written to since the snapshot was taken."""
         return self.source._version != self.version
 
-    def is_same(self) -> bool:
-        """Returns True if source and copy have the same bits, with NaN equal to NaN."""
-        bits = _INTEGERS[self.source.element_size()]
-        source, copied = self.source.reshape(-1), self.buffer.to(self.source.device).reshape(-1)
-        return torch.equal(source.view(bits), copied.view(bits))
+    def differs(self) -> Tensor | float:
+        """Returns whether source and copy differ in any bit: on the source's device, without waiting for it."""
+        bits, device = _INTEGERS[self.source.element_size()], self.source.device
+        source = self.source.reshape(-1).view(bits)
+        copied = self.buffer.to(device, non_blocking=copies_aside(device)).reshape(-1).view(bits)
+        return float(not torch.equal(source, copied)) if device.type == "cpu" else (source != copied).any()
 
 
 class Copies:
@@ -305,10 +307,16 @@ class Copies:
         if self._fault is not None:
             raise WrittenWhileCopied(self._fault)
 
-    def changed(self) -> set[Key]:
-        """Returns the names of tensors written since a first save. Called before the first step after it."""
-        # A write that changes no value counts too, because `finish` detects later writes by the version counter.
-        return {copy.key for copy in self._deferred if copy.is_torn() or not copy.is_same()}
+    def changed(self) -> Callable[[], set[Key]]:
+        """Compares a first save's copies with their sources, before the first step after it.
+
+        Returns:
+            A function that reads the result: the names of tensors written since. A write that changes no value counts
+            too, because `finish` detects later writes by the version counter.
+        """
+        torn = {copy.key for copy in self._deferred if copy.is_torn()}
+        differ = {copy.key: copy.differs() for copy in self._deferred if copy.key not in torn}
+        return lambda: torn | {key for key, number in read_back(differ).items() if number}
 
     def _drain_queue(self) -> None:
         """Makes queued copies until none is left. Two threads may run it at the same time."""

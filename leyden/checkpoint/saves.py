@@ -144,6 +144,8 @@ class Saves:
         self._memory: HostMemory | None = None
         self._written: set[Key] | None = None
         """Names of tensors that something other than a step writes; None until the first save has been compared."""
+        self._read_written: Callable[[], set[Key]] | None = None
+        """Reads these names from the device, between the comparison and the next save."""
         self._pending: PendingSave | None = None
         self._copies: Copies | None = None
         """The snapshot that may still be incomplete; None otherwise."""
@@ -247,6 +249,8 @@ class Saves:
         self._clear()
         if self._memory is None:
             self._memory = HostMemory()
+        if self._read_written is not None:
+            self._written, self._read_written = self._read_written(), None
         addresses = addresses_of(stepped)
         return Copies(self._memory, addresses, self._written if addresses else ())
 
@@ -308,7 +312,7 @@ class Saves:
         """Waits until no save is pending, and frees the host buffers."""
         self.wait()
         self._clear()
-        self._memory = self._written = None
+        self._memory = self._written = self._read_written = None
 
     def close(self) -> None:
         """Ends the run's saves after an error. A save that cannot finish, because other ranks are gone, is dropped."""
@@ -316,7 +320,7 @@ class Saves:
         if copies is not None:
             copies.abandon()
         self._clear()
-        self._memory = self._written = None
+        self._memory = self._written = self._read_written = None
         if pending is None:
             return
         pending.join(_ABANDONED)
@@ -330,7 +334,8 @@ class Saves:
         copies, pending = self._copies, self._pending
         self.finish_copies()
         if copies is not None and copies.is_first:
-            self._written, self._copies = copies.changed(), None
+            # Read at the next save: the comparison runs on the device beside the step.
+            self._read_written, self._copies = copies.changed(), None
         if pending is not None and pending.is_done and pending.error is not None:
             self._collect(pending)
 
