@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AveragedWeights:
-    """The averages of one module's weights and buffers, computed by torch's AveragedModel.
+    """The averages of one module's weights and buffers, computed as torch's AveragedModel does.
 
     Each rank averages its own tensors (of a sharded module, its shards), so no collective is needed. The module holds
     either the current weights or the averages; this object stores the other set. `exchange` swaps them in place.
@@ -61,7 +61,7 @@ class AveragedWeights:
         flat = _Flat(self._strategy.local_weights(self._module))
         if self._average is None:
             self._average = self._create(flat)
-        self._average.update_parameters(flat)
+        _add(flat, self._average)
         self._stored_module.copy_others(flat)
 
     @property
@@ -163,6 +163,41 @@ class AveragedWeights:
             if name in stored:
                 fill_part(name, stored[name], local, tensor)
         self.in_module = in_module
+
+
+def _add(flat: nn.Module, average: AveragedModel) -> None:
+    """Adds tensors to averages as `AveragedModel.update_parameters` does, without waiting for the device.
+
+    That moves its counter to the device in each update. A counter on the CPU serves tensors of every device.
+    """
+    from torch.optim.swa_utils import get_swa_avg_fn, get_swa_multi_avg_fn
+
+    def tensors(module: nn.Module) -> list[Tensor]:
+        return [*module.parameters(), *(module.buffers() if average.use_buffers else ())]
+
+    averaged = [tensor.detach() for tensor in tensors(average.module)]
+    current = [tensor.detach().to(own.device) for tensor, own in zip(tensors(flat), averaged, strict=True)]
+    count, by_kind = average.n_averaged, dict[Any, tuple[list[Tensor], list[Tensor]]]()
+    for own, tensor in zip(averaged, current, strict=True):
+        owns, others = by_kind.setdefault((own.device, own.dtype), ([], []))
+        owns.append(own)
+        others.append(tensor)
+    for (device, _), (owns, others) in by_kind.items():
+        together = average.multi_avg_fn
+        if together is None and average.avg_fn is None and device.type != "cpu":
+            together = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        if not count:
+            torch._foreach_copy_(owns, others)
+        elif together is not None:
+            together(owns, others, count)
+        else:
+            one = average.avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
+            for own, tensor in zip(owns, others, strict=True):
+                own.copy_(one(own, tensor, count))
+    if not average.use_buffers:
+        for own, tensor in zip(average.module.buffers(), flat.buffers(), strict=True):
+            own.detach().copy_(tensor.detach())
+    count += 1
 
 
 class _Flat(nn.Module):
