@@ -22,6 +22,12 @@ from leyden.core.rank_zero import LOGGER
 Fit = Callable[..., Trainer]
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out tests/device unless it is asked for: importing its device makes that the process's accelerator."""
+    is_asked_for = any("device" in Path(argument.partition("::")[0]).parts for argument in config.args)
+    return True if collection_path.name == "device" and not is_asked_for else None
+
+
 def pytest_collection_finish() -> None:
     """Exempts torch and the collected tests, which live until the end, from garbage collection."""
     gc.collect()

@@ -582,13 +582,21 @@ class Done(c10d.Work):
 
 
 class ToyGroup(dist.ProcessGroup):
-    """A process group that carries the device's values over gloo."""
+    """A process group that carries the device's values over gloo.
+
+    Args:
+        gloo: the group underneath.
+        rank: this process's rank.
+        size: number of ranks.
+        carries_cpu: carry tensors of the CPU too, as a group with the backend "cpu:gloo,toy:toygloo" does. Otherwise
+            they raise, as with NCCL alone.
+    """
 
     pg_name = group_name = "0"
 
-    def __init__(self, gloo: Any, rank: int, size: int) -> None:
+    def __init__(self, gloo: Any, rank: int, size: int, carries_cpu: bool) -> None:
         super().__init__(rank, size)
-        self.gloo = gloo
+        self.gloo, self.carries_cpu = gloo, carries_cpu
         # For collectives that torch does not look up in Python: functional ones, whose tensors `dispatch` unwraps.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
@@ -621,6 +629,8 @@ def _carried(name: str, options: Any) -> Callable[..., Done]:
     def collective(self: ToyGroup, *args: Any, opts: Any = None) -> Done:
         if args and isinstance(args[-1], options):
             *args, opts = args  # type: ignore[assignment]
+        if not self.carries_cpu and any(type(leaf) is Tensor for leaf in tree_leaves(args)):
+            raise RuntimeError(f"{name}: no backend for tensors of the CPU")
         args = tuple([arg] if name == "allreduce" and isinstance(arg, Tensor) else arg for arg in args)
         getattr(self.gloo, name)(*tree_map_only(DeviceTensor, raw_of, args), opts or options()).wait()
         for tensor in tree_leaves(args[0]):
@@ -635,8 +645,13 @@ for _name, (_own, _options) in CARRIED.items():
     setattr(ToyGroup, _name, _carried(_own, _options))
 
 
-def _group(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> ToyGroup:
-    return ToyGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+def _group(carries_cpu: bool) -> Callable[..., ToyGroup]:
+    def group(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> ToyGroup:
+        return ToyGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size, carries_cpu)
+
+    return group
 
 
-dist.Backend.register_backend("toygloo", _group, devices=["toy"])
+# The first is the device's default.
+dist.Backend.register_backend("toygloo", _group(carries_cpu=True), devices=["toy"])
+dist.Backend.register_backend("toyalone", _group(carries_cpu=False), devices=["toy"])

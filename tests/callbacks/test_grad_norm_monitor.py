@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, Regression, Squares
+from models import QUIET, Regression
 from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN, data
 from ranks.world import run_world
 from samples import pairs
-from silent_device import SILENT, RecordDuringTraining, WaitRecorder
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer
 from leyden.callbacks import CSVLogger, GradNormMonitor, grad_norm
-from leyden.strategies import FSDPStrategy, MeshStrategy, SingleDeviceStrategy
+from leyden.strategies import FSDPStrategy, MeshStrategy
 
 
 class Net(Regression):
@@ -138,16 +137,6 @@ def test_the_monitor_does_not_change_the_weights(tmp_path: Path) -> None:
         assert not module.trainer.optimizers[0]._optimizer_step_pre_hooks
     assert all(map(torch.equal, *weights))
     assert "grad_2.0_norm_clipped/net.0.weight" in module.trainer.callback_metrics
-
-
-def test_no_step_waits_for_the_device() -> None:
-    waits = WaitRecorder()
-    monitor = GradNormMonitor(per="parameter", after_clipping=True)
-    arguments = {**QUIET, "accelerator": "auto", "strategy": SingleDeviceStrategy(SILENT), "log_every_n_steps": 1}
-    trainer = Trainer(**arguments, max_epochs=1, callbacks=[RecordDuringTraining(waits), monitor])
-    with waits:
-        trainer.fit(Squares(nn.Linear(4, 1)), DataLoader(TensorDataset(torch.ones(8, 4, device=SILENT)), 2))
-    assert waits.found == [] and trainer.global_step == 4
 
 
 @pytest.mark.parametrize(

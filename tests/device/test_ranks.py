@@ -2,25 +2,63 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import toy
-from models import QUIET, Regression
+from models import QUIET
 from ranks.world import run_world
-from samples import pairs
+from samples import labeled
 from torch import nn
 from torch.utils.data import DataLoader
 
-from leyden import Trainer
+from leyden import Callback, Trainer, TrainModule
+from leyden.callbacks import ModelCheckpoint
+from leyden.strategies.ddp import DDPStrategy
+from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 
 
-def module() -> Regression:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    return Regression(net, lambda module: torch.optim.AdamW(module.parameters(), 1e-2))
+class Net(TrainModule):
+    """Has a buffer, returns a number of items, and logs values of the device and of the host."""
+
+    def __init__(self, items: str = "number") -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.register_buffer("seen", torch.zeros(()))
+        self.items = items
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y, reduction="sum")
+        self.seen += 1
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        self.log("size", len(x), on_epoch=True)
+        return {
+            "loss": loss,
+            "num_items": {"number": len(x), "device": torch.full((), len(x), device=x.device)}[self.items],
+        }
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+class DuringSteps(Callback):
+    """Records waits from the third step on: DDP arranges its buckets in the second."""
+
+    def __init__(self) -> None:
+        self.waits = toy.Waits()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int) -> None:
+        toy.Waits.active = self.waits if trainer.global_step > 1 else None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        # A checkpoint may be saved next.
+        toy.Waits.active = None
 
 
 def numbers(module: nn.Module) -> dict[str, list[float]]:
@@ -31,29 +69,53 @@ def numbers(module: nn.Module) -> dict[str, list[float]]:
     return found
 
 
-def fit(folder: str, strategy: str, accelerator: str) -> Any:
+def strategy_of(name: str) -> Any:
+    if name == "toyalone":
+        return DDPStrategy(process_group_backend="toyalone", timeout=timedelta(seconds=60))
+    if name == "tp":
+        return MeshStrategy(tp=2, plan={"net.0": "colwise", "net.2": "rowwise"})
+    return name
+
+
+def fit(folder: str, strategy: str, accelerator: str, items: str = "number", resume: str | None = None) -> Any:
+    torch.manual_seed(0)
     # FSDP moves a module by assigning `.data`, which torch refuses between classes of tensors.
     with torch.device(accelerator):
-        trained = module()
+        module = Net(items)
+    recorder = DuringSteps()
     trainer = Trainer(
-        **{**QUIET, "accelerator": accelerator},
-        strategy=strategy,
+        **{**QUIET, "enable_checkpointing": None, "accelerator": accelerator},
+        strategy=strategy_of(strategy),
         max_epochs=2,
         gradient_clip_val=1.0,
         accumulate_grad_batches=2,
+        callbacks=[recorder, ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)] if not resume else [recorder],
         default_root_dir=folder,
     )
-    with toy.Waits() as waits:
-        trainer.fit(trained, DataLoader(pairs(16), 4 if accelerator == "cpu" else 2))
+    trainer.fit(module, DataLoader(labeled(32), 4 if accelerator == "cpu" or strategy == "tp" else 2), ckpt_path=resume)
     gathered = trainer.strategy.ranks.all_gather_object({"x": torch.ones(1, device=trainer.strategy.root_device)})
-    return numbers(trained), str(trainer.strategy.root_device), waits.found, str(gathered[-1]["x"].device)
+    backend = str(dist.get_backend()) if dist.is_initialized() else ""
+    return numbers(module), backend, recorder.waits.found, str(gathered[-1]["x"].device)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_train_the_weights_of_one_process(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "items"),
+    [("ddp", "number"), ("ddp", "device"), ("toyalone", "number"), ("fsdp", "number"), ("tp", "number")],
+)
+def test_ranks_train_the_weights_of_one_process(strategy: str, items: str, tmp_path: Path) -> None:
     expected = fit(str(tmp_path / "one"), "auto", "cpu")[0]
-    for found, device, waits, gathered in run_world(2, fit, str(tmp_path / "two"), strategy, "toy", timeout=200):
-        assert (device, gathered) == ("toy:0", "toy:0")
+    for found, backend, waits, device in run_world(2, fit, str(tmp_path / "two"), strategy, "toy", items, timeout=200):
+        assert backend == ("toyalone" if strategy == "toyalone" else "cpu:gloo,toy:toygloo")
+        assert device == "toy:0"
         for name, values in expected.items():
-            assert found[name] == pytest.approx(values, abs=1e-6), name
-        print(waits)
+            if name != "seen":
+                assert found[name] == pytest.approx(values, abs=1e-6), name
+        # Some steps of a tp group compare batches and gradients.
+        guards = {"strategies/local_weights.py", "strategies/mesh/consistency.py"} if strategy == "tp" else set()
+        assert {line.partition(":")[0] for _, line in waits} == guards
+    # One process on the CPU goes on with the checkpoint, from the middle.
+    [saved] = (tmp_path / "two").rglob("*step=3")
+    moved = fit(str(tmp_path / "moved"), "auto", "cpu", resume=str(saved))[0]
+    for name, values in expected.items():
+        if name != "seen":
+            assert moved[name] == pytest.approx(values, abs=1e-6), name

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from leyden import Accelerator, Callback, Trainer, TrainModule
-from leyden.callbacks import CSVLogger, EMAWeightAveraging, ModelCheckpoint, TQDMProgressBar
+from leyden.callbacks import CSVLogger, EMAWeightAveraging, GradNormMonitor, ModelCheckpoint, TQDMProgressBar
 
 
 class Net(TrainModule):
@@ -96,7 +96,11 @@ def test_no_step_waits_with_logger_bar_and_averages(tmp_path: Path) -> None:
         logger=CSVLogger(tmp_path),
         log_every_n_steps=1,
         enable_progress_bar=True,
-        callbacks=[TQDMProgressBar(), EMAWeightAveraging(decay=0.9)],
+        callbacks=[
+            TQDMProgressBar(),
+            EMAWeightAveraging(decay=0.9),
+            GradNormMonitor(per="parameter", after_clipping=True),
+        ],
     )
     assert found == []
 
