@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,6 +149,11 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
+        if self is not DEFAULT_STREAM:
+            # A copy takes its time, in which the default stream works on, unless that waits.
+            until, deadline = Held.writes + 40, time.monotonic() + 0.05
+            while Held.writes < until and time.monotonic() < deadline:
+                time.sleep(0.001)
         self.finish()
 
     def query(self) -> bool:
@@ -377,7 +383,7 @@ class DeviceTensor(Tensor):
         return DeviceTensor(inner["raw"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _arrive, (self.raw.detach(), self.requires_grad)
+        raise TypeError("a pickled tensor of the device arrives on the sender's device: send one of the CPU")
 
     def _set_data(self, value: Tensor) -> None:
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
@@ -409,10 +415,6 @@ class DeviceTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         waited("repr")
         return f"{self.raw!r} on toy"
-
-
-def _arrive(raw: Tensor, requires_grad: bool) -> DeviceTensor:
-    return DeviceTensor(raw).requires_grad_(requires_grad)
 
 
 def raw_of(tensor: Any) -> Any:

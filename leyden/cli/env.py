@@ -13,6 +13,7 @@ import click
 from leyden.checkpoint.format.secrets import masked_text, masked_value
 from leyden.cli.settings.machine import this_machine
 from leyden.cli.settings.settings import found_file
+from leyden.core.devices import runtime_of
 from leyden.core.text import aligned, size_of
 from leyden.launch.processes import available_cpus
 
@@ -72,13 +73,16 @@ def _machine() -> list[tuple[str, str]]:
         rows.append(("memory", size_of(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))))
     rows.append(("NUMA nodes", str(machine.numa_nodes)))
     backends = [
-        name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_available() and dist.is_backend_available(name)
+        name
+        for name in ("gloo", "nccl", "xccl", "mpi", "ucc")
+        if dist.is_available() and dist.is_backend_available(name)
     ]
     rows.append(("backends", ", ".join(backends)))
     rows.append(("torch's CUDA", str(torch.version.cuda or "none")))
     for index in range(machine.gpus):
-        found = torch.cuda.get_device_properties(index)
-        rows.append((f"GPU {index}", f"{found.name}, {size_of(found.total_memory)}, sm_{found.major}{found.minor}"))
+        found = runtime_of(machine.kind).get_device_properties(index)
+        capability = f", sm_{found.major}{found.minor}" if machine.kind == "cuda" else ""
+        rows.append((f"GPU {index}", f"{found.name}, {size_of(found.total_memory)}{capability}"))
     if not machine.gpus:
         rows.append(("GPUs", "none that torch sees"))
     rows.append(("srun", shutil.which("srun") or "none"))

@@ -27,6 +27,7 @@ from leyden.callbacks import (
     TensorBoardLogger,
     TQDMProgressBar,
 )
+from leyden.checkpoint.format.digests import read_digests
 
 PRECISIONS = ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 SIZE = 38
@@ -167,6 +168,16 @@ class Recorded(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TrainModule, *rest: Any) -> None:
         self.weights[trainer.global_step] = on_host(pl_module)
+
+
+def test_digests_are_those_of_the_cpu(tmp_path: Path) -> None:
+    found = []
+    for accelerator in ("cpu", "toy"):
+        run = trainer(tmp_path / accelerator, accelerator, digest_every_n_steps=3)
+        run.fit(module(), loaders()[0])
+        [file] = (tmp_path / accelerator).rglob("digests.jsonl")
+        found.append([{name: digest.value for name, digest in row.digests.items()} for row in read_digests(file)])
+    assert found[0] == found[1] and len(found[0]) > 5
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -95,6 +95,7 @@ def test_no_step_waits_with_logger_bar_and_averages(tmp_path: Path) -> None:
         tmp_path,
         logger=CSVLogger(tmp_path),
         log_every_n_steps=1,
+        digest_every_n_steps=2,
         enable_progress_bar=True,
         callbacks=[
             TQDMProgressBar(),

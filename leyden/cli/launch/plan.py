@@ -15,6 +15,7 @@ from leyden.cli.launch.strategy_choice import chosen_strategy
 from leyden.cli.settings.keys import FP8, NO, PRECISIONS
 from leyden.cli.settings.machine import Machine
 from leyden.cli.settings.settings import Settings
+from leyden.core.devices import VISIBLE
 from leyden.core.environment import STARTER, RankEnvironment, rank_environment
 from leyden.core.errors import ConfigurationError
 from leyden.core.paths import local_path
@@ -61,7 +62,7 @@ class LaunchPlan:
     Attributes:
         settings: flags over the file.
         elastic: options of torch's elastic agent.
-        accelerator: cpu, cuda or xla.
+        accelerator: cpu, xla, or the type of the GPUs, such as cuda.
         per_machine: number of ranks on this machine.
         machines: number of machines.
         machine_rank: the number of this machine; None if the rendezvous assigns it.
@@ -102,8 +103,8 @@ class LaunchPlan:
         found |= accelerate_variables(self.settings, self.launched, self.accelerator)
         found |= _tpu_variables(self.settings)
         gpus = self.settings.get("gpu_ids", "all")
-        if self.accelerator == "cuda" and gpus != "all":
-            found["CUDA_VISIBLE_DEVICES"] = gpus
+        if gpus != "all" and self.accelerator in VISIBLE:
+            found[VISIBLE[self.accelerator][0]] = gpus
         if self.launched.debug:
             # gloo aborts the process if operands differ; with this setting they are compared first, and a mismatch
             # raises.
@@ -169,7 +170,7 @@ class LaunchPlan:
     @property
     def binds_cpus(self) -> bool:
         """True if each rank is bound to the CPUs near its GPU (NUMA)."""
-        return bool(self.settings.get("enable_cpu_affinity", False)) and self.accelerator == "cuda"
+        return bool(self.settings.get("enable_cpu_affinity", False)) and is_gpu(self.accelerator)
 
 
 def _listed(values: Mapping[str, Any]) -> str:
@@ -277,9 +278,10 @@ def _accelerator(settings: Settings, machine: Machine) -> str:
         return "xla"
     if settings.get("use_cpu", False) or settings.kind == "MULTI_CPU":
         return "cpu"
-    if settings.kind.startswith("MULTI_") and settings.kind != "MULTI_GPU":
+    own = f"MULTI_{machine.kind.upper()}" if machine.gpus else ""
+    if settings.kind.startswith("MULTI_") and settings.kind not in ("MULTI_GPU", own):
         raise ConfigurationError(
-            f"distributed_type: {settings.kind}: this version runs on CPUs and CUDA GPUs: use MULTI_GPU or MULTI_CPU."
+            f"distributed_type: {settings.kind}: torch sees no such device on this machine: use MULTI_GPU or MULTI_CPU."
         )
     if wants_gpus(settings) and not machine.gpus:
         raise ConfigurationError(
@@ -287,7 +289,12 @@ def _accelerator(settings: Settings, machine: Machine) -> str:
             "no GPU on this machine: add --cpu, or look at `leyden env`. --dry-run shows the plan for a machine that "
             "has them."
         )
-    return "cuda" if machine.gpus else "cpu"
+    return machine.kind if machine.gpus else "cpu"
+
+
+def is_gpu(accelerator: str) -> bool:
+    """Returns True for a type of GPU, and False for the CPU and for XLA."""
+    return accelerator not in ("cpu", "xla")
 
 
 def wants_gpus(settings: Settings) -> bool:
@@ -333,19 +340,19 @@ def _per_machine(settings: Settings, machine: Machine, accelerator: str, machine
     """Returns the number of ranks on this machine."""
     chosen = settings.get("gpu_ids", "all")
     gpus = machine.gpus if chosen == "all" else len(chosen.split(","))
-    if accelerator == "cuda" and gpus > machine.gpus:
+    if is_gpu(accelerator) and gpus > machine.gpus:
         raise ConfigurationError(f"gpu_ids: {chosen} names {gpus} GPUs, and this machine has {machine.gpus}.")
     total = settings.get("num_processes", -1)
     if total == 0:
         raise ConfigurationError("num_processes: 0 starts nothing: give a number from 1, or leave it out.")
     if total == -1:
-        return gpus if accelerator == "cuda" else 1
+        return gpus if is_gpu(accelerator) else 1
     if total % machines:
         raise ConfigurationError(
             f"num_processes: {total} is the number of ranks on all {machines} machines: give a multiple of {machines}."
         )
     per_machine = int(total) // machines
-    if accelerator == "cuda" and per_machine > gpus:
+    if is_gpu(accelerator) and per_machine > gpus:
         raise ConfigurationError(
             f"num_processes: {per_machine} ranks on this machine, which has {gpus} GPU{'s' * (gpus != 1)} to use: give "
             f"{gpus * machines}, or add --cpu."
@@ -414,7 +421,7 @@ def _launched(settings: Settings, source: str, accelerator: str, ranks: int) -> 
     precision = PRECISIONS.get(wanted)
     return LaunchSettings(
         source,
-        accelerator=None if accelerator == "cuda" else accelerator,
+        accelerator=None if is_gpu(accelerator) else accelerator,
         strategy=choice.strategy,
         options=choice.options,
         precision=precision,

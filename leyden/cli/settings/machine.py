@@ -18,7 +18,8 @@ class Machine:
     """The hardware of one machine.
 
     Attributes:
-        gpus: number of CUDA devices.
+        gpus: number of GPUs.
+        kind: torch's type of device for them: cuda, xpu, ….
         cpus: number of CPUs that this process may use.
         numa_nodes: number of NUMA nodes; 0 if unknown.
         slurm: srun is installed, or this is a SLURM job.
@@ -28,6 +29,7 @@ class Machine:
     """
 
     gpus: int = 0
+    kind: str = "cuda"
     cpus: int = 1
     numa_nodes: int = 1
     slurm: bool = False
@@ -46,6 +48,7 @@ def this_machine() -> Machine:
     capability = torch.cuda.get_device_capability(0) if device.type == "cuda" else (0, 0)
     return Machine(
         gpus=gpus,
+        kind=device.type if gpus else "cuda",
         cpus=available_cpus(),
         numa_nodes=max(1, len(list(NUMA.glob("node[0-9]*")))),
         slurm=shutil.which("srun") is not None or "SLURM_JOB_ID" in os.environ,
