@@ -15,15 +15,13 @@ import contextlib
 import io
 import statistics
 import tempfile
-import time
 from typing import Any
 
 import torch
-from character_gpt import character_gpt
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from character_gpt import Clock, Windows, character_gpt
+from torch.utils.data import DataLoader
 
-from leyden import Callback, Trainer, TrainModule
+from leyden import Trainer
 from leyden.strategies.precision import Float8Precision
 
 ALPHABET = "".join(map(chr, range(64)))
@@ -33,39 +31,6 @@ RECIPES: dict[str, Any] = {
     "fp8 rowwise": lambda: Float8Precision("rowwise"),
     "fp8 rowwise_with_gw_hp": lambda: Float8Precision("rowwise_with_gw_hp"),
 }
-
-
-class Windows(Dataset[Tensor]):
-    """Windows of random characters."""
-
-    def __init__(self, count: int, length: int) -> None:
-        self.count, self.ids = count, torch.randint(len(ALPHABET), (length + 1,))
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.ids
-
-
-class Clock(Callback):
-    """Reads the clock after the warm-up and at the end, each time after the device has finished its work."""
-
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up, self.start, self.seconds = warm_up, 0.0, 0.0
-
-    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, *rest: Any) -> None:
-        if trainer.global_step == self.warm_up:
-            self.start = _now()
-
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self.seconds = _now() - self.start
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def measure(name: str, model: Any, args: argparse.Namespace) -> tuple[float, float]:
@@ -81,7 +46,7 @@ def measure(name: str, model: Any, args: argparse.Namespace) -> tuple[float, flo
         for block in module.blocks:
             block.compile()
     clock = Clock(args.warm_up)
-    data = Windows((args.warm_up + args.steps) * args.batch_size, args.length)
+    data = Windows((args.warm_up + args.steps) * args.batch_size, args.length, len(ALPHABET))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Measures how long a save stalls training: Leyden, DCP's async_save and Lightning's plugin.
+"""Measures how long a save stalls training: Leyden, torch.save, DCP's async_save and Lightning's plugin.
 
     python benchmarks/stalls.py --megabytes 200 --rounds 5 --folder /somewhere/on/a/disk
 
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from character_gpt import now
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -63,10 +64,15 @@ class Steps:
 
     Args:
         saves: functions that start a save, and return a function that waits for its end.
+        folder: where they save.
+        rounds: the number of rounds that count.
+        steps: the number of steps that a save may delay, and of steps before it.
     """
 
-    def __init__(self, saves: dict[str, Callable[[Path], Callable[[], Any]]], folder: Path, rounds: int) -> None:
-        self.names, self.saves, self.folder, self.rounds = list(saves), saves, folder, rounds
+    def __init__(
+        self, saves: dict[str, Callable[[Path], Callable[[], Any]]], folder: Path, rounds: int, steps: int = STEPS
+    ) -> None:
+        self.names, self.saves, self.folder, self.rounds, self.steps = list(saves), saves, folder, rounds, steps
         self.stalls: dict[str, list[float]] = {name: [] for name in saves}
         self.count = 0
         self.wait: Callable[[], Any] | None = None
@@ -76,25 +82,24 @@ class Steps:
     @property
     def total(self) -> int:
         """The number of steps in all rounds; half of them are the steps before each save."""
-        return (self.rounds + 1) * len(self.names) * 2 * STEPS
+        return (self.rounds + 1) * len(self.names) * 2 * self.steps
 
     def begin(self) -> None:
         """Called before the first step."""
-        self.began = time.perf_counter()
+        self.began = now()
 
     def end_step(self) -> None:
         """Called after each step: starts a save, or ends its measurement."""
         self.count += 1
-        place, turn = self.count % (2 * STEPS), (self.count - 1) // (2 * STEPS)
-        now = time.perf_counter()
-        if place == STEPS:
-            self.without = now - self.began
+        place, turn = self.count % (2 * self.steps), (self.count - 1) // (2 * self.steps)
+        if place == self.steps:
+            self.without = now() - self.began
             name = self.names[turn % len(self.names)]
             self.path = self.folder / f"{name.replace(' ', '-')}-{turn}"
-            self.began = time.perf_counter()
+            self.began = now()
             self.wait = self.saves[name](self.path)
         elif place == 0:
-            stall = now - self.began - self.without
+            stall = now() - self.began - self.without
             assert self.wait is not None
             self.wait()
             if turn >= len(self.names):
@@ -103,7 +108,7 @@ class Steps:
             with contextlib.suppress(OSError):
                 self.path.unlink()
             os.sync()
-            self.began = time.perf_counter()
+            self.began = now()
 
     def report(self) -> None:
         base = self.stalls["leyden, synchronous"]
@@ -154,17 +159,22 @@ def contestants(trainer: Any, module: Any, only: list[str] | None) -> dict[str, 
         trainer.save_checkpoint(path, asynchronous=True)
         return trainer.finish_saving
 
+    def torch_save(path: Path) -> Callable[[], Any]:
+        torch.save({"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}, path)
+        return lambda: None
+
     def dcp(path: Path) -> Callable[[], Any]:
         import torch.distributed.checkpoint as distributed
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        weights, moments = get_state_dict(module.net, trainer.optimizers[0])
+        weights, moments = get_state_dict(module, trainer.optimizers[0])
         future: Any = distributed.async_save({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=True)
         return lambda: future.result()
 
     found: dict[str, Callable[[Path], Callable[[], Any]]] = {
         "leyden, synchronous": synchronous,
         "leyden, asynchronous": asynchronous,
+        "torch.save": torch_save,
         "DCP async_save": dcp,
     }
     if importlib.util.find_spec("lightning") is not None:

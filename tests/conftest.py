@@ -23,9 +23,17 @@ Fit = Callable[..., Trainer]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out tests/device unless it is asked for: importing its device makes that the process's accelerator."""
-    is_asked_for = any("device" in Path(argument.partition("::")[0]).parts for argument in config.args)
-    return True if collection_path.name == "device" and not is_asked_for else None
+    """Leaves out tests/device unless it is asked for, and with -m gpu every file without such tests.
+
+    Importing the device of tests/device makes that the process's accelerator. Other files may need packages that a
+    machine with a GPU lacks.
+    """
+    if collection_path.name == "device":
+        asked = any("device" in Path(argument.partition("::")[0]).parts for argument in config.args)
+        return None if asked else True
+    if config.option.markexpr != "gpu" or collection_path.suffix != ".py" or collection_path.parent.name == "gpu":
+        return None
+    return True if "pytest.mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
 
 
 def pytest_collection_finish() -> None:
