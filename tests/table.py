@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -251,14 +251,17 @@ class Cell:
         strategy: the name of the strategy, or a function that makes it.
         precision: the name of the precision.
         folder: for files of the cell.
+        accelerator: "cpu" or "cuda" (default: the environment's TABLE_ACCELERATOR, or "cpu").
     """
 
     strategy: Any
     precision: str
     folder: Path
+    accelerator: str = field(default_factory=lambda: os.environ.get("TABLE_ACCELERATOR", "cpu"))
 
     def trainer(self, **arguments: Any) -> Trainer:
-        settings = {**QUIET, "max_epochs": 1, "default_root_dir": self.folder, **arguments}
+        fixed = {"accelerator": self.accelerator, "max_epochs": 1, "default_root_dir": self.folder}
+        settings = {**QUIET, **fixed, **arguments}
         return Trainer(
             strategy=self.make_strategy(),
             precision=self.make_precision(),
@@ -380,7 +383,7 @@ def compiled(cell: Cell) -> None:
     torch._dynamo.reset()
     if cell.strategy in COMPILE_GROUPS:
         strategy = cell.make_strategy(auto_wrap_policy={Block}, compile={"backend": "eager"})
-        trainer, module = Cell(lambda: strategy, cell.precision, cell.folder).trainer(), Net()
+        trainer, module = replace(cell, strategy=lambda: strategy).trainer(), Net()
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         trainer.fit(module, loader(trainer.strategy))
     else:
@@ -424,7 +427,10 @@ def callbacks(cell: Cell) -> None:
 
 def accelerator_loop(cell: Cell) -> None:
     accelerator = Accelerator(
-        cpu=True, mixed_precision=cell.make_precision(), gradient_accumulation_steps=2, strategy=cell.make_strategy()
+        cpu=cell.accelerator == "cpu",
+        mixed_precision=cell.make_precision(),
+        gradient_accumulation_steps=2,
+        strategy=cell.make_strategy(),
     )
     module = Net()
     optimizer: Any = torch.optim.SGD(module.parameters(), RATE)

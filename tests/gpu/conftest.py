@@ -70,9 +70,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     rows.sort(key=lambda row: row["name"])
     terminalreporter.section("the GPU table")
     for row in rows:
-        terminalreporter.line(f"{row['outcome']:<8}{row['seconds']:7.1f} s  {row['name']}")
-        for line in _lines(row):
-            terminalreporter.line(f"{'':<19}{line}")
+        reason = f" ({row['reason']})" if row["reason"] else ""
+        terminalreporter.line(f"{row['outcome']:<8}{row['seconds']:7.1f} s  {row['name']}{reason}")
+        for name, value in row["figures"].items():
+            terminalreporter.line(f"{'':<19}{name}: {value}")
     if os.environ.get("GPU_TABLE"):
         _write(Path(os.environ["GPU_TABLE"]), rows)
 
@@ -98,13 +99,6 @@ def _row(outcome: str, report: Any) -> dict[str, Any]:
     }
 
 
-def _lines(row: dict[str, Any]) -> list[str]:
-    return [
-        *([row["reason"]] if row["reason"] else []),
-        *(f"{name}: {value}" for name, value in row["figures"].items()),
-    ]
-
-
 def _write(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Writes the table, with the machine that it describes."""
     check = [sys.executable, str(ROOT / "scripts" / "gpu-check")]
@@ -113,6 +107,7 @@ def _write(folder: Path, rows: list[dict[str, Any]]) -> None:
     (folder / "gpu.json").write_text(json.dumps({"machine": machine.splitlines(), "rows": rows}, indent=1))
     table = ["| check | result | seconds | figures |", "|---|---|---|---|"]
     for row in rows:
-        figures = "<br>".join(line.replace("|", "\\|") for line in _lines(row))
+        found = [*([row["reason"]] if row["reason"] else []), *(f"{n}: {value}" for n, value in row["figures"].items())]
+        figures = "<br>".join(found).replace("|", "\\|")
         table.append(f"| {row['name']} | {row['outcome']} | {row['seconds']:.1f} | {figures} |")
     (folder / "gpu.md").write_text("\n".join(["```", machine.rstrip(), "```", "", *table, ""]))

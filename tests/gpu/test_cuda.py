@@ -1,10 +1,8 @@
-"""What only a GPU can show: parity, no hidden synchronization, out of memory, and resumed random states."""
+"""Parity with the loop of plain PyTorch, no hidden synchronization, out of memory, and resumed random states."""
 
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,41 +21,28 @@ from leyden.strategies.precision import MixedPrecision
 from leyden.strategies.recomputing import recompute
 from leyden.trainer.logging.values import read_back
 
-# cuBLAS reads it when it allocates its first workspace, possibly in another test.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
-]
+pytestmark = pytest.mark.usefixtures("deterministic")
+DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
 @pytest.fixture(scope="module")
 def digits() -> TensorDataset:
     """The first 512 of scikit-learn's handwritten digits, 8 × 8 pixels."""
-    from sklearn.datasets import load_digits
-
-    bunch: Any = load_digits()
+    bunch: Any = pytest.importorskip("sklearn.datasets").load_digits()
     images = torch.tensor(bunch.images[:512], dtype=torch.float32).unsqueeze(1) / 16
     return TensorDataset(images, torch.tensor(bunch.target[:512]))
 
 
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.backends.cudnn.benchmark = before[1]
-    torch.cuda.set_sync_debug_mode("default")
-
-
 class Digits(TrainModule):
-    """A small convolutional network."""
+    """A small convolutional network.
 
-    def __init__(self) -> None:
+    Args:
+        **options: of AdamW.
+    """
+
+    def __init__(self, **options: Any) -> None:
         super().__init__()
+        self.options = options
         self.net = nn.Sequential(
             *(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()),
             *(nn.Flatten(), nn.Dropout(0.2), nn.Linear(144, 10)),
@@ -79,29 +64,34 @@ class Digits(TrainModule):
         self.log("accuracy", (self(images).argmax(1) == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-3)
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-3, **self.options)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5), "interval": "step"}]
 
 
-def trainer(folder: Path, **arguments: Any) -> Trainer:
-    return Trainer(**{**QUIET, "accelerator": "cuda", "devices": 1, "default_root_dir": folder, **arguments})
+def trainer(folder: Path, device: torch.device, **arguments: Any) -> Trainer:
+    return Trainer(**{**QUIET, "accelerator": device.type, "devices": 1, "default_root_dir": folder, **arguments})
 
 
-def by_hand(data: TensorDataset, precision: str, epochs: int) -> Digits:
-    """The loop of plain PyTorch: accumulation 3 over 8 batches, the last window of 2 divided by 2, clipping."""
+def shuffled(data: TensorDataset, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(data, 64, shuffle=True, **settings)
+
+
+def by_hand(loader: DataLoader[Any], precision: str, device: torch.device, **options: Any) -> Digits:
+    """The loop of plain PyTorch: 2 epochs, windows of 3 of 8 batches, the last one of 2 divided by 2, and clipping."""
     torch.manual_seed(3)
-    module = Digits().cuda()
+    dtype = DTYPES.get(precision, torch.float32)
+    module = Digits(**options).to(device, dtype)
     [optimizer], [config] = module.configure_optimizers()
-    scheduler, loader = config["scheduler"], DataLoader(data, 64, shuffle=True)
-    scaler = torch.amp.GradScaler("cuda", enabled=precision == "16-mixed")
+    scheduler = config["scheduler"]
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "16-mixed")
     half = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(precision)
-    for _ in range(epochs):
+    for _ in range(2):
         for index, (images, labels) in enumerate(loader):
             if index % 3 == 0:
                 optimizer.zero_grad()
             length = min(3, len(loader) - index // 3 * 3)
-            with torch.autocast("cuda", half) if half else nullcontext():
-                loss = nn.functional.cross_entropy(module(images.cuda()), labels.cuda())
+            with torch.autocast(device.type, half) if half else nullcontext():
+                loss = nn.functional.cross_entropy(module(images.to(device, dtype)), labels.to(device))
             scaler.scale(loss / length).backward()
             if index % 3 == length - 1:
                 scaler.unscale_(optimizer)
@@ -114,42 +104,67 @@ def by_hand(data: TensorDataset, precision: str, epochs: int) -> Digits:
     return module
 
 
+def by_leyden(
+    loader: DataLoader[Any], precision: str, device: torch.device, folder: Path, strategy: str = "auto", **options: Any
+) -> tuple[Trainer, Digits]:
+    """The same as a fit."""
+    torch.manual_seed(3)
+    module = Digits(**options)
+    settings = {"accumulate_grad_batches": 3, "gradient_clip_val": 1.0, "deterministic": True}
+    fitted = trainer(folder, device, max_epochs=2, precision=precision, strategy=strategy, **settings)
+    fitted.fit(module, loader)
+    return fitted, module
+
+
 def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
     for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
         assert x.device == y.device, name
         assert torch.equal(x, y), name
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_weights_match_the_plain_loop_bit_for_bit(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
-    expected = by_hand(digits, precision, epochs=2)
-    torch.manual_seed(3)
-    module = Digits()
-    trainer(
-        tmp_path,
-        max_epochs=2,
-        precision=precision,
-        accumulate_grad_batches=3,
-        gradient_clip_val=1.0,
-        deterministic=True,
-    ).fit(module, DataLoader(digits, 64, shuffle=True))
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", *DTYPES])
+def test_weights_match_the_plain_loop_bit_for_bit(
+    precision: str, device: torch.device, digits: TensorDataset, tmp_path: Path
+) -> None:
+    # In float16, AdamW's default of 1e-8 is 0.
+    options = {"eps": 1e-4} if precision == "16-true" else {}
+    expected = by_hand(shuffled(digits), precision, device, **options)
+    _, module = by_leyden(shuffled(digits), precision, device, tmp_path, **options)
     assert_same_weights(module, expected)
-    assert not torch.equal(module.net[0].weight, Digits().cuda().net[0].weight)
+    torch.manual_seed(3)
+    assert not torch.equal(module.net[0].weight.cpu(), Digits().to(expected.dtype).net[0].weight)
 
 
-@pytest.mark.parametrize("optimizer", [{"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_fused_and_foreach_optimizers_match_the_plain_loop(
+    option: str, precision: str, device: torch.device, digits: TensorDataset, tmp_path: Path
+) -> None:
+    expected = by_hand(shuffled(digits), precision, device, **{option: True})
+    assert_same_weights(by_leyden(shuffled(digits), precision, device, tmp_path, **{option: True})[1], expected)
+
+
+def test_pinned_batches_from_workers_match_the_plain_loop(
+    device: torch.device, digits: TensorDataset, tmp_path: Path
+) -> None:
+    settings: Any = {"num_workers": 2, "persistent_workers": True, "pin_memory": device.type == "cuda"}
+    expected = by_hand(shuffled(digits, **settings), "32-true", device)
+    assert_same_weights(by_leyden(shuffled(digits, **settings), "32-true", device, tmp_path)[1], expected)
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused"])
 def test_schedulers_do_not_step_when_the_scaler_skips(
-    optimizer: dict[str, bool], digits: TensorDataset, tmp_path: Path
+    option: str, device: torch.device, digits: TensorDataset, tmp_path: Path
 ) -> None:
     """The scale is too large at first; a fused optimizer skips in its kernel."""
 
     class HalvingRate(Digits):
         def configure_optimizers(self) -> Any:
-            made = torch.optim.AdamW(self.parameters(), 1e-3, **optimizer)
+            made = torch.optim.AdamW(self.parameters(), 1e-3, **{option: True})
             return [made], [{"scheduler": torch.optim.lr_scheduler.StepLR(made, 1, 0.5), "interval": "step"}]
 
     module = HalvingRate()
-    run = trainer(tmp_path, max_epochs=1, plugins=MixedPrecision("16", init_scale=2.0**40))
+    run = trainer(tmp_path, device, max_epochs=1, plugins=MixedPrecision("16", init_scale=2.0**40))
     run.fit(module, DataLoader(digits, 64))
     skipped = run.global_step - run.progress.stepped
     assert run.global_step == 8 and skipped > 0
@@ -163,20 +178,25 @@ class RaiseOnSync(Callback):
         self.batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        torch.cuda.set_sync_debug_mode("error")
+        if module.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, *rest: Any) -> None:
         self.batches += 1
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        torch.cuda.set_sync_debug_mode("default")
+        if module.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_hundred_steps_do_not_sync(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
+def test_a_hundred_steps_do_not_sync(
+    precision: str, device: torch.device, digits: TensorDataset, tmp_path: Path
+) -> None:
     sync_guard = RaiseOnSync()
     run = trainer(
         tmp_path,
+        device,
         max_epochs=13,
         max_steps=100,
         precision=precision,
@@ -186,8 +206,8 @@ def test_a_hundred_steps_do_not_sync(precision: str, digits: TensorDataset, tmp_
         enable_progress_bar=True,
         callbacks=[sync_guard, TQDMProgressBar()],
     )
-    pinned = DataLoader(digits, 64, shuffle=True, pin_memory=True)
-    run.fit(Digits(), pinned, DataLoader(digits, 256, pin_memory=True))
+    pins = device.type == "cuda"
+    run.fit(Digits(), shuffled(digits, pin_memory=pins), DataLoader(digits, 256, pin_memory=pins))
     assert sync_guard.batches == 100
     rows = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
     assert len(rows) > 2
@@ -196,7 +216,7 @@ def test_a_hundred_steps_do_not_sync(precision: str, digits: TensorDataset, tmp_
 @pytest.mark.parametrize("where", ["number", "host", "device"])
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_weighting_a_window_by_items_does_not_sync(
-    where: str, strategy: str, digits: TensorDataset, tmp_path: Path
+    where: str, strategy: str, device: torch.device, digits: TensorDataset, tmp_path: Path
 ) -> None:
     class Items(Digits):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -205,12 +225,14 @@ def test_weighting_a_window_by_items_does_not_sync(
             return {"loss": loss, "num_items": counts[where]}
 
     sync_guard = RaiseOnSync()
-    run = trainer(tmp_path, strategy=strategy, max_epochs=2, accumulate_grad_batches=3, callbacks=[sync_guard])
-    run.fit(Items(), DataLoader(digits, 64, pin_memory=True))
+    settings: Any = {"strategy": strategy, "accumulate_grad_batches": 3, "callbacks": [sync_guard]}
+    trainer(tmp_path, device, max_epochs=2, **settings).fit(
+        Items(), DataLoader(digits, 64, pin_memory=device.type == "cuda")
+    )
     assert sync_guard.batches == 16
 
 
-def test_a_synchronizing_step_raises(digits: TensorDataset, tmp_path: Path) -> None:
+def test_a_synchronizing_step_raises(cuda: torch.device, digits: TensorDataset, tmp_path: Path) -> None:
     """Shows that RaiseOnSync detects synchronization."""
 
     class ReadsLoss(Digits):
@@ -220,51 +242,53 @@ def test_a_synchronizing_step_raises(digits: TensorDataset, tmp_path: Path) -> N
             return loss
 
     with pytest.raises(RuntimeError, match="synchroniz"):
-        trainer(tmp_path, max_steps=3, callbacks=[RaiseOnSync()]).fit(ReadsLoss(), DataLoader(digits, 64))
+        trainer(tmp_path, cuda, max_steps=3, callbacks=[RaiseOnSync()]).fit(ReadsLoss(), DataLoader(digits, 64))
 
 
-def test_read_back_returns_the_values() -> None:
-    values: dict[str, Any] = {"a": torch.tensor(0.5, device="cuda"), "b": 2, "c": torch.tensor(3, dtype=torch.int64)}
-    values |= {f"many/{i}": torch.tensor(float(i), device="cuda", dtype=torch.bfloat16) for i in range(100)}
+def test_read_back_returns_the_values(device: torch.device) -> None:
+    values: dict[str, Any] = {"a": torch.tensor(0.5, device=device), "b": 2, "c": torch.tensor(3, dtype=torch.int64)}
+    values |= {f"many/{i}": torch.tensor(float(i), device=device, dtype=torch.bfloat16) for i in range(100)}
     numbers = read_back(values)
     assert list(numbers) == list(values)
     assert (numbers["a"], numbers["b"], numbers["c"]) == (0.5, 2.0, 3.0)
     assert [numbers[f"many/{i}"] for i in range(100)] == [float(i) for i in range(100)]
 
 
-def test_digests_of_gpu_weights_match_their_bytes(digits: TensorDataset, tmp_path: Path) -> None:
+def test_digests_of_weights_match_their_bytes(device: torch.device, digits: TensorDataset, tmp_path: Path) -> None:
     module = Digits()
-    trainer(tmp_path, max_steps=3, digest_every_n_steps=1).fit(module, DataLoader(digits, 64))
-    *_, last = read_digests(tmp_path / "digests.jsonl")
+    trainer(tmp_path, device, max_steps=3, digest_every_n_steps=1).fit(module, DataLoader(digits, 64))
+    *_, last = read_digests(next(tmp_path.rglob("digests.jsonl")))
     state = {name: value.cpu().numpy().tobytes() for name, value in module.state_dict().items()}
     assert {name: digest.value for name, digest in last.digests.items()} == {
         name: xxh3_64_hexdigest(value) for name, value in state.items()
     }
 
 
-def test_out_of_memory_errors_say_where_and_what_to_try(digits: TensorDataset, tmp_path: Path) -> None:
+def test_out_of_memory_errors_say_where_and_what_to_try(
+    device: torch.device, digits: TensorDataset, tmp_path: Path
+) -> None:
     class Greedy(Digits):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 2:
-                torch.empty(2**44, device=self.device)
+                torch.empty(2**48, device=self.device)
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer(tmp_path, max_epochs=1).fit(Greedy(), DataLoader(digits, 64))
+    with pytest.raises(torch.OutOfMemoryError if device.type == "cuda" else RuntimeError) as caught:
+        trainer(tmp_path, device, max_epochs=1).fit(Greedy(), DataLoader(digits, 64))
     text = str(caught.value)
     assert "in step 2, epoch 0, batch 2" in text
     assert "(64, 1, 8, 8) float32" in text
-    assert "iB are in use" in text
+    assert ("iB are in use" in text) == (device.type == "cuda")
     assert "(1)" in text
     assert "(2)" in text
     assert "(3)" in text
 
 
-def test_batches_and_graphs_are_freed_after_a_fit(digits: TensorDataset, tmp_path: Path) -> None:
+def test_batches_and_graphs_are_freed_after_a_fit(cuda: torch.device, digits: TensorDataset, tmp_path: Path) -> None:
     """Only weights, gradients and optimizer state remain."""
 
     def fit() -> tuple[Trainer, Digits]:
-        run, module = trainer(tmp_path, max_epochs=1), Digits()
+        run, module = trainer(tmp_path, cuda, max_epochs=1), Digits()
         run.fit(module, DataLoader(digits, 64), DataLoader(digits, 64))
         return run, module
 
@@ -279,13 +303,13 @@ def test_batches_and_graphs_are_freed_after_a_fit(digits: TensorDataset, tmp_pat
     assert torch.cuda.memory_allocated() - before <= (blocks + 16) * 512
 
 
-def test_offloaded_inputs_of_recomputed_blocks_stay_on_the_host() -> None:
+def test_offloaded_inputs_of_recomputed_blocks_stay_on_the_host(cuda: torch.device) -> None:
     found: dict[bool, Any] = {}
     for offloads in (False, True):
         torch.manual_seed(0)
-        block = nn.Sequential(nn.Linear(256, 256), nn.GELU()).cuda()
+        block = nn.Sequential(nn.Linear(256, 256), nn.GELU()).to(cuda)
         recompute([block], offloads)
-        leaf = torch.randn(4096, 256, device="cuda", requires_grad=True)
+        leaf = torch.randn(4096, 256, device=cuda, requires_grad=True)
         output = block(leaf * 2)
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated()
@@ -298,9 +322,11 @@ def test_offloaded_inputs_of_recomputed_blocks_stay_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_resuming_restores_the_devices_random_state(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
+def test_resuming_restores_the_devices_random_state(
+    precision: str, device: torch.device, digits: TensorDataset, tmp_path: Path
+) -> None:
     def fit(module: Digits, path: Path | None = None, **limits: Any) -> Trainer:
-        run = trainer(tmp_path, precision=precision, deterministic=True, **limits)
+        run = trainer(tmp_path, device, precision=precision, deterministic=True, **limits)
         run.fit(module, DataLoader(digits, 64, shuffle=True), ckpt_path=path)
         return run
 
@@ -320,22 +346,11 @@ def test_resuming_restores_the_devices_random_state(precision: str, digits: Tens
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_ddp_in_an_nccl_world_of_one_matches_the_plain_loop(
-    precision: str, digits: TensorDataset, tmp_path: Path
+def test_ddp_in_a_world_of_one_matches_the_plain_loop(
+    precision: str, device: torch.device, digits: TensorDataset, tmp_path: Path
 ) -> None:
-    """The process group of one rank stays open until the process ends."""
-    expected = by_hand(digits, precision, epochs=2)
-    torch.manual_seed(3)
-    module = Digits()
-    fitted = trainer(
-        tmp_path,
-        strategy="ddp",
-        max_epochs=2,
-        precision=precision,
-        accumulate_grad_batches=3,
-        gradient_clip_val=1.0,
-        deterministic=True,
-    )
-    fitted.fit(module, DataLoader(digits, 64, shuffle=True))
-    assert torch.distributed.get_backend() == "cpu:gloo,cuda:nccl" and fitted.strategy.name == "ddp"
+    expected = by_hand(shuffled(digits), precision, device)
+    fitted, module = by_leyden(shuffled(digits), precision, device, tmp_path, strategy="ddp")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    assert torch.distributed.get_backend() == backend and fitted.strategy.name == "ddp"
     assert_same_weights(expected, module)
