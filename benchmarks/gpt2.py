@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import statistics
 import sys
@@ -232,6 +233,7 @@ def peaks(size: Size) -> Peaks:
     batch = TracedBatch(next(iter(size.loader(1))), "")
     estimated = memory(size.model(), "single_device", 1, PRECISION, "adamw").total
     row = Training(size.model(), None, batch).on(Layout(1, 1, 1), PRECISION)
+    gc.collect()
     if size.device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

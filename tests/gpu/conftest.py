@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,8 +83,7 @@ def _row(outcome: str, report: Any) -> dict[str, Any]:
     file, _, test = report.nodeid.partition("::")
     # "tests/gpu/test_saves.py::test_a_save[cuda-ddp]" becomes "saves: a save [ddp]".
     name, _, parameters = test.removeprefix("test_").partition("[")
-    shown = [part for part in parameters.removesuffix("]").split("-cuda") if part] if parameters else []
-    shown = "-".join(shown).removeprefix("cuda").strip("-")
+    shown = re.sub("(^|-)cuda(?=-|$)", "", parameters.removesuffix("]")).strip("-")
     reason = ""
     if outcome == "skipped" and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2].removeprefix("Skipped: ")

@@ -18,6 +18,8 @@ with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     from gpt2 import SYNC, Size, median_ratio, peaks, speeds, stalls, syncs
 
+# Compiling GPT-2 takes a minute or more.
+pytestmark = pytest.mark.timeout(600)
 TINY = {"vocabulary": 64, "width": 32, "heads": 2, "depth": 2, "length": 16, "batch_size": 2}
 FEW = {"steps": 3, "warm_up": 2, "rounds": 1}
 

