@@ -36,6 +36,7 @@ from leyden.callbacks import CSVLogger
 from leyden.cli.estimate.estimate import memory
 from leyden.cli.estimate.layouts import Training
 from leyden.cli.estimate.traced_step import TracedBatch
+from leyden.core.text import size_of
 from leyden.strategies.mesh.layout import Layout
 
 PRECISION = "bf16-mixed"
@@ -160,7 +161,7 @@ def _line() -> str:
 
 
 class WarnOnSync(Callback):
-    """Makes torch warn about synchronization after the warm-up, until the last batch."""
+    """Logs the loss of each step; after the warm-up, makes torch warn about synchronization until the last batch."""
 
     def __init__(self, warm_up: int) -> None:
         self.warm_up = warm_up
@@ -168,6 +169,9 @@ class WarnOnSync(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.warm_up:
             _set_sync_debug_mode("warn")
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, *rest: Any) -> None:
+        module.log("loss", outputs["loss"] if isinstance(outputs, dict) else outputs, prog_bar=True)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         _set_sync_debug_mode("default")
@@ -179,7 +183,7 @@ def _set_sync_debug_mode(mode: str) -> None:
 
 
 def syncs(size: Size, model: Any) -> Counter[str]:
-    """Counts the synchronizations of a fit after its warm-up, with a progress bar, and a CSV file with every step."""
+    """Counts the synchronizations of a fit after its warm-up, with the loss of each step on a bar and in a CSV file."""
     with recorded_syncs() as found, tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         size.fit(
             model,
@@ -220,12 +224,12 @@ class Peaks:
     Attributes:
         measured: the peak: on a GPU as torch's allocator counts it, on a CPU of the tensors that the fit creates.
         estimated: `leyden estimate`, without activations.
-        activations: what `leyden estimate` adds for a batch.
+        activations: what `leyden estimate` adds for a batch, or why it adds nothing.
     """
 
     measured: int
     estimated: int
-    activations: int | None
+    activations: int | str
 
 
 def peaks(size: Size) -> Peaks:
@@ -233,15 +237,16 @@ def peaks(size: Size) -> Peaks:
     batch = TracedBatch(next(iter(size.loader(1))), "")
     estimated = memory(size.model(), "single_device", 1, PRECISION, "adamw").total
     row = Training(size.model(), None, batch).on(Layout(1, 1, 1), PRECISION)
+    activations = row.activations or "; ".join(row.notes)
     gc.collect()
     if size.device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         size.fit(size.model(), 3)
-        return Peaks(torch.cuda.max_memory_allocated() - before, estimated, row.activations)
+        return Peaks(torch.cuda.max_memory_allocated() - before, estimated, activations)
     with Peak() as peak:
         size.fit(size.model(), 3)
-    return Peaks(peak.most, estimated, row.activations)
+    return Peaks(peak.most, estimated, activations)
 
 
 def main() -> None:
@@ -266,8 +271,9 @@ def main() -> None:
         for name, seconds in stalls(size, Path(folder)).items():
             print(f"{'stall':<10} {name:<22} {1000 * statistics.median(seconds):12,.0f} ms", flush=True)
     peak = peaks(size)
-    for name, count in (("measured", peak.measured), ("estimated", peak.estimated), ("activations", peak.activations)):
-        print(f"{'memory':<10} {name:<22} {(count or 0) / 2**20:12,.0f} MiB")
+    for field in fields(peak):
+        value = getattr(peak, field.name)
+        print(f"{'memory':<10} {field.name:<22} {value if isinstance(value, str) else size_of(value):>12}")
 
 
 if __name__ == "__main__":
