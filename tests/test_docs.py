@@ -244,6 +244,13 @@ def test_every_function_that_contributing_names_is_defined_in_a_file_it_names_al
     assert checked > 20
 
 
+def test_tests_that_tested_md_names_exist() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / "tested.md").read_text(encoding="utf-8"))
+    assert len(named) > 10
+    for file, name in named:
+        assert defines(ROOT / "tests" / "gpu" / file, name), f"{file}::{name}"
+
+
 def test_files_that_docstrings_name_exist() -> None:
     checked = 0
     for path in SOURCES.values():

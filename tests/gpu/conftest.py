@@ -89,8 +89,10 @@ def _row(outcome: str, report: Any) -> dict[str, Any]:
         reason = report.longrepr[2].removeprefix("Skipped: ")
     elif report.longrepr is not None:
         reason = str(report.longrepr).strip().splitlines()[-1]
+    words = f"{Path(file).stem.removeprefix('test_')}: {name.replace('_', ' ')}{f' [{shown}]' if shown else ''}"
     return {
-        "name": f"{Path(file).stem.removeprefix('test_')}: {name.replace('_', ' ')}{f' [{shown}]' if shown else ''}",
+        # A file that is skipped as a whole has no test.
+        "name": words.removesuffix(": "),
         "outcome": outcome,
         "seconds": round(getattr(report, "duration", 0.0), 2),
         "reason": reason,

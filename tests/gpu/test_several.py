@@ -1,4 +1,4 @@
-"""What needs two GPUs: NCCL between ranks, gloo for CPU tensors, and forked ranks."""
+"""Two ranks: NCCL between two GPUs, gloo for CPU tensors, and forked ranks. On the CPU, gloo for all."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from torch.utils.data import DataLoader
 from leyden import Trainer
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.gpu,
-    # device_count() asks the driver, so CUDA stays uninitialized and ranks can be forked.
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
-SETTINGS: dict[str, Any] = {**QUIET, "accelerator": "cuda"}
+
+
+@pytest.fixture
+def devices(device: torch.device) -> str:
+    """The name of two devices."""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return device.type
 
 
 def build() -> Regression:
@@ -34,17 +36,17 @@ def build() -> Regression:
 def fitted(strategy: str, batch_size: int, **arguments: Any) -> tuple[list[float], Trainer]:
     torch.manual_seed(0)
     module = build()
-    trainer = Trainer(strategy=strategy, max_epochs=2, gradient_clip_val=1.0, **{**SETTINGS, **arguments})
+    trainer = Trainer(strategy=strategy, max_epochs=2, gradient_clip_val=1.0, **{**QUIET, **arguments})
     trainer.fit(module, DataLoader(pairs(64, 8), batch_size))
     weights = trainer.strategy.full_state_dict(module)
     return [number for value in weights.values() for number in value.flatten().tolist()], trainer
 
 
-def run_all() -> dict[str, Any]:
+def run_all(accelerator: str) -> dict[str, Any]:
     """Trains under each strategy, which share a process group, and tries its collectives."""
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp", "fsdp_cpu_offload"):
-        found[strategy], trainer = fitted(strategy, 8)
+        found[strategy], trainer = fitted(strategy, 8, accelerator=accelerator)
     strategy, rank = trainer.strategy, trainer.global_rank
     found["device"] = str(strategy.root_device)
     found["host"] = strategy.ranks.all_gather(torch.tensor([rank])).tolist()
@@ -52,37 +54,41 @@ def run_all() -> dict[str, Any]:
     found["objects"] = strategy.ranks.all_gather_object({"rank": rank})
     sent = strategy.ranks.all_gather_object({"x": torch.full((), rank, device=strategy.root_device)})
     found["sent"] = [(str(part["x"].device), part["x"].item()) for part in sent]
-    found["memory elsewhere"] = [torch.cuda.memory_allocated(index) for index in range(2) if index != rank]
+    others = [index for index in range(2) if index != rank] if accelerator == "cuda" else []
+    found["memory elsewhere"] = sum(torch.cuda.memory_allocated(index) for index in others)
     return found
 
 
-def test_two_gpus_match_one_process() -> None:
+def test_two_ranks_match_one_process(devices: str) -> None:
     expected, _ = fitted("single_device", 16, devices=1, accelerator="cpu")
-    for rank, found in enumerate(run_world(2, run_all)):
-        assert found["device"] == f"cuda:{rank}" and found["memory elsewhere"] == [0]
+    names = ["cuda:0", "cuda:1"] if devices == "cuda" else ["cpu", "cpu"]
+    for rank, found in enumerate(run_world(2, run_all, devices)):
+        assert found["device"] == names[rank] and found["memory elsewhere"] == 0
         assert found["host"] == found["gpu"] == [[0], [1]] and found["objects"] == [{"rank": 0}, {"rank": 1}]
-        assert found["sent"] == [(f"cuda:{rank}", 0), (f"cuda:{rank}", 1)]
+        assert found["sent"] == [(names[rank], 0), (names[rank], 1)]
         for strategy in ("ddp", "fsdp", "fsdp_cpu_offload") if rank == 0 else ("ddp",):
             assert found[strategy] == pytest.approx(expected, abs=1e-5), strategy
 
 
 FORKED = """
 import torch
-from gpu.test_several import SETTINGS, build
+from gpu.test_several import build
 from leyden import DataModule, Trainer
+from models import QUIET
 from samples import pairs
 module = build()
-trainer = Trainer(strategy="{strategy}", devices=2, precision="16-mixed", max_epochs=1, **SETTINGS)
+settings = {{**QUIET, "accelerator": "{devices}"}}
+trainer = Trainer(strategy="{strategy}", devices=2, precision="16-mixed", max_epochs=1, **settings)
 trainer.fit(module, DataModule.from_datasets(pairs(64, 8), batch_size=8))
 print("steps", trainer.global_step, "cuda in the caller", torch.cuda.is_initialized())
 """
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
-def test_ranks_fork_and_spawn_from_a_process_without_cuda(strategy: str) -> None:
+def test_ranks_fork_and_spawn_from_a_process_without_cuda(strategy: str, devices: str) -> None:
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
-        [sys.executable, "-c", FORKED.format(strategy=strategy)],
+        [sys.executable, "-c", FORKED.format(strategy=strategy, devices=devices)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path},

@@ -1,4 +1,4 @@
-"""The watchdog ends a process that waits for its device forever, and names the line."""
+"""Processes of their own: one that waits for its device forever, and `leyden test`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -34,18 +35,26 @@ print("after fit")
 """
 
 
-def test_a_process_that_waits_for_its_device_ends(device: torch.device, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
-    done = subprocess.run(
-        [sys.executable, "script.py", device.type],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=200,
+    environ = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environ, capture_output=True, text=True, timeout=200
     )
+
+
+def test_the_watchdog_ends_a_process_that_waits_for_its_device(device: torch.device, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run(["script.py", device.type], tmp_path)
     assert done.returncode == 1 and "after fit" not in done.stdout, done.stderr
     line = "loss.item()" if device.type == "cuda" else "threading.Event().wait()"
     [found] = [text for text in done.stderr.splitlines() if "no progress for" in text]
     assert "rank 0, at step 5 (epoch 0, batch 5), in training" in found and line in found
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_command_leyden_test_passes(precision: str, device: torch.device, tmp_path: Path) -> None:
+    flags = ["--num_processes", "1", "--mixed_precision", precision, *(["--cpu"] if device.type == "cpu" else [])]
+    done = run(["-m", "leyden", "test", *flags], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"single_device on {device.type}" in done.stdout and "ok  resume" in done.stdout
