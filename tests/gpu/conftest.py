@@ -84,18 +84,18 @@ def _row(outcome: str, report: Any) -> dict[str, Any]:
     # "tests/gpu/test_saves.py::test_a_save[cuda-ddp]" becomes "saves: a save [ddp]".
     name, _, parameters = test.removeprefix("test_").partition("[")
     shown = re.sub("(^|-)cuda(?=-|$)", "", parameters.removesuffix("]")).strip("-")
-    reason = ""
     if outcome == "skipped" and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2].removeprefix("Skipped: ")
-    elif report.longrepr is not None:
-        reason = str(report.longrepr).strip().splitlines()[-1]
+    else:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = str(report.longrepr or "") if crash is None else crash.message
     words = f"{Path(file).stem.removeprefix('test_')}: {name.replace('_', ' ')}{f' [{shown}]' if shown else ''}"
     return {
         # A file that is skipped as a whole has no test.
         "name": words.removesuffix(": "),
         "outcome": outcome,
         "seconds": round(getattr(report, "duration", 0.0), 2),
-        "reason": reason,
+        "reason": next(iter(reason.strip().splitlines()), ""),
         "figures": dict(getattr(report, "user_properties", ())),
         "test": report.nodeid,
     }

@@ -1,8 +1,10 @@
-"""Processes of their own: one that waits for its device forever, and `leyden test`."""
+"""Processes of their own: one that waits for its device forever, `leyden test`, and the table of a run."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +60,39 @@ def test_the_command_leyden_test_passes(precision: str, device: torch.device, tm
     done = run(["-m", "leyden", "test", *flags], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"single_device on {device.type}" in done.stdout and "ok  resume" in done.stdout
+
+
+CHECKS = """
+import pytest
+pytestmark = pytest.mark.gpu
+
+def test_one_passes(record_property):
+    record_property("speed", "7 tokens/s")
+
+def test_another_fails():
+    raise ValueError("the weights differ | at step 3")
+
+@pytest.mark.parametrize("name", ["cuda-fsdp"])
+def test_a_third_is_skipped(name):
+    pytest.skip("needs two GPUs")
+"""
+
+
+def test_the_table_has_results_reasons_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_TABLE", "results")
+    (tmp_path / "test_sample.py").write_text(CHECKS)
+    options = ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(tmp_path), "-p", "gpu.conftest", "-m", "gpu"]
+    done = run(["-m", "pytest", *options, "test_sample.py"], tmp_path)
+    assert done.returncode == 1 and "1 failed, 1 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    found = json.loads((tmp_path / "results" / "gpu.json").read_text())
+    assert any(line.startswith("torch ") for line in found["machine"])
+    rows = {row["name"]: (row["outcome"], row["reason"], row["figures"]) for row in found["rows"]}
+    assert rows == {
+        "sample: one passes": ("passed", "", {"speed": "7 tokens/s"}),
+        "sample: another fails": ("failed", "ValueError: the weights differ | at step 3", {}),
+        "sample: a third is skipped [fsdp]": ("skipped", "needs two GPUs", {}),
+    }
+    lines = (tmp_path / "results" / "gpu.md").read_text().splitlines()
+    assert re.fullmatch(r"\| sample: one passes \| passed \| \d+\.\d \| speed: 7 tokens/s \|", lines[-1])
+    assert "the weights differ \\| at step 3" in lines[-2]
+    assert "speed: 7 tokens/s" in done.stdout
