@@ -62,6 +62,17 @@ def test_the_command_leyden_test_passes(precision: str, device: torch.device, tm
     assert f"single_device on {device.type}" in done.stdout and "ok  resume" in done.stdout
 
 
+def test_the_check_of_the_machine_names_what_is_missing(tmp_path: Path) -> None:
+    check = str(ROOT / "scripts" / "gpu-check")
+    bare = run(["-S", check], tmp_path)
+    assert bare.returncode == 1 and "The tests cannot run: pip install torch numpy" in bare.stdout, bare.stderr
+    assert f"flash-attn{'':<7}missing: skips packed rows" in bare.stdout
+    here = run([check], tmp_path)
+    assert here.returncode == int(not torch.cuda.is_available()), here.stderr
+    assert ("The tests can run" in here.stdout) == torch.cuda.is_available()
+    assert f"torch{'':<12}{torch.__version__}" in here.stdout
+
+
 CHECKS = """
 import pytest
 pytestmark = pytest.mark.gpu

@@ -27,7 +27,7 @@ def skip_if_missing(precision: str, device: torch.device) -> None:
 
 
 def by_hand(precision: str, device: torch.device) -> table.Net:
-    """Trains the net of the table by hand, for an epoch of 5 batches, in windows of 2, 2 and 1."""
+    """Trains the net of the table by hand, for an epoch of 5 batches, in windows of 2, 2 and 1; only the last norm is clipped."""
     half, _ = PRECISIONS[precision]
     module = table.Net().to(device)
     optimizer, scaler = (
@@ -40,7 +40,7 @@ def by_hand(precision: str, device: torch.device) -> table.Net:
         scaler.scale(loss / (1 if index == 4 else 2)).backward()
         if index in (1, 3, 4):
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 2.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -53,7 +53,7 @@ def test_a_world_of_one_matches_the_plain_loop(
     strategy: str, precision: str, device: torch.device, tmp_path: Path
 ) -> None:
     module, cell = table.Net(), table.Cell(strategy, precision, tmp_path, device.type)
-    trainer = cell.trainer(accumulate_grad_batches=2, gradient_clip_val=0.5)
+    trainer = cell.trainer(accumulate_grad_batches=2, gradient_clip_val=2.0)
     trainer.fit(module, table.loader(trainer.strategy))
     held = "cpu" if strategy == "fsdp_cpu_offload" else device.type
     for parameter in module.parameters() if strategy in MESHES else ():
