@@ -27,7 +27,7 @@ def skip_if_missing(precision: str, device: torch.device) -> None:
 
 
 def by_hand(precision: str, device: torch.device) -> table.Net:
-    """Trains the net of the table by hand, for an epoch of 5 batches, in windows of 2, 2 and 1; only the last norm is clipped."""
+    """Trains the net of the table by hand, in windows of 2, 2 and 1 batches; clips only the last norm."""
     half, _ = PRECISIONS[precision]
     module = table.Net().to(device)
     optimizer, scaler = (
