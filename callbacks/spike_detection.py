@@ -18,12 +18,12 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.early_stopping import MODES
 from leyden.checkpoint.format import staging
 from leyden.core.checks import check_choice, check_flags, check_whole
+from leyden.core.devices import start_reading
 from leyden.core.errors import ConfigurationError, LeydenError, kind_of
 from leyden.core.paths import local_path
 from leyden.core.saved_state import SavedState
 from leyden.core.text import listed
 from leyden.data.sharding import NO_SAMPLES
-from leyden.trainer.logging.values import start_reading
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

@@ -10,11 +10,12 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from leyden.core.errors import ConfigurationError, nearest
 
@@ -231,6 +232,29 @@ def mark(device: torch.device) -> Any:
     event = runtime.Event()
     event.record(runtime.current_stream(device))
     return event
+
+
+def start_reading(values: Tensor) -> Callable[[], list[float]]:
+    """Starts copying a vector to the host.
+
+    On a GPU the copy is asynchronous: it runs after the work already queued on the stream, and does not block the host.
+
+    Returns:
+        A function that waits for the copy and returns the numbers.
+    """
+    if not copies_aside(values.device):
+        return values.tolist  # type: ignore[no-any-return]
+    # Pinned memory and an event make this a deliberate wait, which torch.cuda.set_sync_debug_mode does not report. It
+    # reports only accidental syncs.
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=pins_memory(values.device.type))
+    host.copy_(values, non_blocking=True)
+    copied = mark(values.device)
+
+    def wait() -> list[float]:
+        copied.synchronize()
+        return host.tolist()  # type: ignore[no-any-return]
+
+    return wait
 
 
 def name_of(device: torch.device) -> str:

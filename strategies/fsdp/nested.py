@@ -36,6 +36,7 @@ class StepHooks:
         state._post_forward_hook_handle = root.register_forward_hook(self._after_forward)
         # Methods registered by `register_fsdp_forward_method` call these.
         state._pre_forward, state._post_forward = self._before_step, self._after_step
+        self._enter, state._root_pre_forward = state._root_pre_forward, self._enter_root
 
     def around(self, step_fn: Callable[..., T]) -> Callable[..., T]:
         """Wraps a step function: gathers the root's parameters before it, and frees them as the root's forward does."""
@@ -48,7 +49,14 @@ class StepHooks:
     def remove(self) -> None:
         """Restores torch's hooks, for the next run."""
         self._state._pre_forward, self._state._post_forward = self._before, self._after
+        self._state._root_pre_forward = self._enter
         self._in_step = False
+
+    def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # On a GPU torch moves the arguments to it. They are there already, and it would rebuild the batch from plain
+        # tuples, or from calls of its classes with pairs, which a defaultdict refuses.
+        self._enter(module, (), {})
+        return args, kwargs
 
     def _before_step(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._in_step = True

@@ -126,7 +126,7 @@ class Entry:
             self.metric.reset()
         self.fresh = False
         self.total: Value | None = None
-        self.weight: float = 0.0
+        self.weight: Value = 0.0
         self.values: list[Value] = []
 
     def record(self, value: Value, tick: int) -> None:
@@ -145,11 +145,14 @@ class Entry:
         """Restricts the reduction to the ranks of a process group."""
         self.process_group = group
 
-    def add(self, value: Value, weight: float) -> None:
+    def add(self, value: Value, weight: Value) -> None:
         """Adds a value to the epoch's sum. `weight` is its number of samples, for a mean."""
         reduction = self.reduce_fx
         if reduction == "mean":
-            self.weight += weight
+            if isinstance(weight, Tensor):
+                # float32 counts to 16 million.
+                weight = weight.detach().to(sum_dtype(weight)).reshape(())
+            self.weight = self.weight + weight
         elif reduction == "sum":
             weight = 1
         elif reduction in ("max", "min"):
@@ -159,7 +162,8 @@ class Entry:
             self.values.append(value)
             return
         total = self.total
-        if isinstance(total, Tensor) and isinstance(value, Tensor):
+        # A tensor as `alpha` would be read from the device.
+        if isinstance(total, Tensor) and isinstance(value, Tensor) and not isinstance(weight, Tensor):
             total, value = together(total, value)
             self.total = total.add_(value, alpha=weight)
             return
@@ -201,8 +205,9 @@ class Entry:
             return as_number(self.name, self.reduce_fx(torch.stack([as_tensor(value) for value in self.values])))
         if self.total is None or self.reduce_fx != "mean":
             return self.as_logged(self.total)
-        # The total weight is 0 if no batch had a sample.
-        return self.as_logged(self.total / self.weight) if self.weight else math.nan
+        # The total weight is 0 if no batch had a sample. On a device, 0 / 0 is nan without asking.
+        has_weight = isinstance(self.weight, Tensor) or self.weight
+        return self.as_logged(self.total / self.weight) if has_weight else math.nan
 
     def as_logged(self, result: Value | None) -> Value | None:
         """Returns the epoch's value as the values were logged: a number for numbers; float64 only for float64."""
@@ -259,7 +264,9 @@ class Entry:
         self.is_restored = True
         self.value, self.total = _saved_value(saved, "value"), _saved_value(saved, "total")
         self.values = [_saved_value(saved, "values", value) for value in saved.items("values")]
-        self.weight, self.fresh = saved.number("weight", least=0), saved.flag("fresh")
+        is_tensor = isinstance(saved.value("weight"), Tensor)
+        self.weight = _saved_value(saved, "weight") if is_tensor else saved.number("weight", least=0)
+        self.fresh = saved.flag("fresh")
         self.loader = saved.integer("loader", least=-1)
 
 

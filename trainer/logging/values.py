@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from leyden.core.devices import copies_aside, mark, pins_memory
+from leyden.core.devices import start_reading
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.core.rank_zero import warn
 from leyden.core.tree import widest_float
@@ -47,29 +47,6 @@ def read_back(values: Mapping[K, Value]) -> dict[K, float]:
         stacked = torch.stack([t.detach().to(sum_dtype(t)).reshape(()) for t in tensors if isinstance(t, Tensor)])
         result.update(zip(names, start_reading(stacked)(), strict=True))
     return {name: result[name] for name in values}
-
-
-def start_reading(values: Tensor) -> Callable[[], list[float]]:
-    """Starts copying a vector to the host.
-
-    On a GPU the copy is asynchronous: it runs after the work already queued on the stream, and does not block the host.
-
-    Returns:
-        A function that waits for the copy and returns the numbers.
-    """
-    if not copies_aside(values.device):
-        return values.tolist  # type: ignore[no-any-return]
-    # Pinned memory and an event make this a deliberate wait, which torch.cuda.set_sync_debug_mode does not report. It
-    # reports only accidental syncs.
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=pins_memory(values.device.type))
-    host.copy_(values, non_blocking=True)
-    copied = mark(values.device)
-
-    def wait() -> list[float]:
-        copied.synchronize()
-        return host.tolist()  # type: ignore[no-any-return]
-
-    return wait
 
 
 def as_number(name: str, value: Any) -> Value:

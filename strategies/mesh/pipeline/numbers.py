@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from leyden.core.devices import copies_aside, start_reading
 from leyden.core.tree import widest_float
 from leyden.strategies.outputs import SharedNumbers
 
@@ -63,11 +65,25 @@ class NumberBroadcast:
         message = self._message(description, numbers) if self._is_source else torch.empty_like(self._empty)
         work = dist.broadcast(message, group=self._group, group_src=self._source, async_op=True)
         if not self._is_source:
-            return lambda: self._read(work, message)
+            return partial(self._read, self._arriving(work, message))
         self._in_flight.append((work, message))
         if len(self._in_flight) > IN_FLIGHT:
             self._in_flight.popleft()[0].wait()
         return None
+
+    def _arriving(self, work: Any, message: Tensor) -> Callable[[], list[float]]:
+        """Returns a function that waits for a message and returns its numbers."""
+        if copies_aside(self._device):
+            # The device's stream waits for the message, the host does not. Copied only when it is read, a message would
+            # wait for the batches queued since.
+            work.wait()
+            return start_reading(message)
+
+        def read() -> list[float]:
+            work.wait()
+            return message.tolist()  # type: ignore[no-any-return]
+
+        return read
 
     def _message(self, description: Description, numbers: Sequence[Tensor | float]) -> Tensor:
         if not description:
@@ -81,7 +97,8 @@ class NumberBroadcast:
         message = torch.zeros_like(self._empty)
         message[0] = version
         for i, number in enumerate(numbers, start=1):
-            message[i] = number
+            # An assignment would copy a tensor of the CPU, and wait.
+            message[i].fill_(number)
         return message
 
     def _put_into_store(self, numbers: list[float]) -> float:
@@ -94,9 +111,8 @@ class NumberBroadcast:
             self._store.delete_key(self._stored.popleft())
         return float(self._stored_count)
 
-    def _read(self, work: Any, message: Tensor) -> SharedNumbers:
-        work.wait()
-        version, *numbers = message.tolist()
+    def _read(self, arrived: Callable[[], list[float]]) -> SharedNumbers:
+        version, *numbers = arrived()
         while len(self._descriptions) <= version:
             self._descriptions.append(json.loads(self._store.get(f"{len(self._descriptions)}")))
         description = self._descriptions[int(version)]

@@ -38,7 +38,7 @@ class PipelineRNG:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, data_rank: int, stages: Sequence[int]) -> None:
-        self._group, self._device, self._data_rank, self._stages = group, device, data_rank, tuple(stages)
+        self._group, self._data_rank, self._stages = group, data_rank, tuple(stages)
         self._generators = _Generators(device)
         self.batches = 0
         self._eval_batches = 0
@@ -59,7 +59,7 @@ class PipelineRNG:
     def synchronize(self) -> None:
         """Copies the random states of the pipeline's first rank to every rank."""
         box = [self._generators.states()]
-        dist.broadcast_object_list(box, group=self._group, group_src=0, device=self._device)
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
         self._generators.set_states(box[0])
 
     def resume_after(self, batches: int) -> None:

@@ -204,8 +204,10 @@ class PipelineSteps:
             self._sum_tied_gradients(module._parameters[name])
         if not self._counts_items:
             return
-        device = self._strategy.root_device
-        total = torch.as_tensor(self._items, device=device).to(widest_float(device)).detach().clone().reshape(())
+        device, items = self._strategy.root_device, self._items
+        # Filled on the device: copying a number to a GPU would wait for its pending work.
+        total = torch.zeros((), dtype=widest_float(device), device=device)
+        total += items.detach().reshape(()) if isinstance(items, Tensor) else items
         dist.broadcast(total, group=self._group, group_src=self.pipeline.last_rank)
         window.begin_items(total, self._divisor)
 
@@ -275,9 +277,7 @@ class PipelineSteps:
     def from_last(self, obj: T) -> T:
         """Returns the last stage's object on every rank of the pipeline. Every rank must call it."""
         box = [obj]
-        dist.broadcast_object_list(
-            box, group=self._group, group_src=self.pipeline.last_rank, device=self._strategy.root_device
-        )
+        dist.broadcast_object_list(box, group=self._group, group_src=self.pipeline.last_rank)
         return box[0]
 
     def scalar_from_last(self, scalar: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from leyden import Callback, ConfigurationError, Trainer, TrainModule
-from leyden.callbacks import CSVLogger, TensorBoardLogger
+from leyden.callbacks import CSVLogger, ModelCheckpoint, TensorBoardLogger
 from leyden.trainer.events.hooks import EVENTS
 from leyden.trainer.logging.entries import rule_of
 
@@ -71,6 +71,25 @@ def test_means_are_weighted_by_samples(fit: Any) -> None:
 
     trainer = fit(Logging(log), [torch.full((3, 2), 1.0), torch.full((1, 2), 5.0)])
     assert numbers(trainer.callback_metrics) == {"by batch size": 2.0, "unweighted": 3.0, "flag": 0.25}
+
+
+def test_a_mean_weighted_by_tensors_is_exact_and_continues_after_a_resume(quiet: Any, tmp_path: Path) -> None:
+    """float32 would count 2²⁴ items for 2²⁴ and one."""
+
+    def log(module: Any, batch: Any) -> None:
+        count = torch.tensor([2**24, 1, 1][int(batch.mean())])
+        module.log("x", batch.mean() == 2, on_step=False, on_epoch=True, batch_size=count)
+        module.log("none", batch.mean(), on_step=False, on_epoch=True, batch_size=0 * count)
+
+    def fit(**resumed: Any) -> dict[str, float]:
+        saves = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+        trainer = Trainer(**{**quiet, "enable_checkpointing": None}, max_epochs=1, callbacks=[saves])
+        trainer.fit(Logging(log), numbered(3), **resumed)
+        return numbers(trainer.callback_metrics)
+
+    whole = fit()
+    assert whole["x"] == pytest.approx(1 / (2**24 + 2), rel=1e-9) and math.isnan(whole["none"])
+    assert fit(ckpt_path=next(tmp_path.rglob("*step=2"))) == pytest.approx(whole, nan_ok=True, abs=0)
 
 
 def test_in_place_changes_after_logging_do_not_affect_the_value(fit: Any) -> None:
