@@ -499,19 +499,7 @@ class Strategy:
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiplies all gradients by a factor, on the device."""
-        grads = [p.grad for p in stepped_parameters(self.modules, self.optimizers) if p.grad is not None]
-        if not grads:
-            return
-        if isinstance(factor, Tensor):
-            device = grads[0].device
-            # An asynchronous copy to the CPU could be read before it is complete.
-            factor = factor.to(device, non_blocking=device.type != "cpu")
-        dense = [grad for grad in grads if not grad.is_sparse]
-        if dense:
-            torch._foreach_mul_(dense, factor)
-        for grad in grads:
-            if grad.is_sparse:
-                grad.mul_(factor)
+        multiply([p.grad for p in stepped_parameters(self.modules, self.optimizers) if p.grad is not None], factor)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Unscales the optimizer's gradients before hooks and clipping read them."""
@@ -654,6 +642,31 @@ class Strategy:
 
     def restore_unreduced(self, module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
         """Restores what `unreduced_gradients` returned, after `.grad`. Every rank calls it."""
+
+
+@torch.no_grad()
+def multiply(grads: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiplies gradients in place. They may be on several devices: with CPU offload, on two."""
+    by_kind: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+    for grad in grads:
+        by_kind.setdefault((grad.device, grad.dtype, grad.is_sparse), []).append(grad)
+    for (device, dtype, is_sparse), own in by_kind.items():
+        by = factor
+        if isinstance(by, Tensor):
+            # A copy to the CPU must complete before the multiplication reads it.
+            by = by.to(device, non_blocking=device.type != "cpu")
+            if dtype.itemsize == 2 and not is_sparse:
+                # A GPU would round the factor to 8 bits first.
+                for grad in own:
+                    torch.mul(grad, by.float().expand_as(grad), out=grad)
+                continue
+            # Of another dtype, a GPU multiplies one gradient at a time.
+            by = by if dtype.is_complex else by.to(dtype)
+        if is_sparse:
+            for grad in own:
+                grad.mul_(by)
+        else:
+            torch._foreach_mul_(own, by)
 
 
 def mean_items(strategy: Strategy, num_items: Tensor | float) -> Tensor | float:

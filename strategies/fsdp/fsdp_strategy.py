@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from leyden.core.errors import ConfigurationError, LeydenError, kind_of
 from leyden.core.rank_zero import warn
-from leyden.strategies.base import ClipAlgorithm, Refused, shadow_items, stepped_parameters
+from leyden.strategies.base import ClipAlgorithm, Refused, multiply, shadow_items, stepped_parameters
 from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.fsdp.collectives import CollectiveCounter
 from leyden.strategies.fsdp.fsdp1_names import Translation
-from leyden.strategies.fsdp.gradients import check_optimizer, clip_norm, multiply
+from leyden.strategies.fsdp.gradients import check_optimizer, clip_norm
 from leyden.strategies.fsdp.guard import guard_exports, guard_shards
 from leyden.strategies.fsdp.nested import StepHooks
 from leyden.strategies.fsdp.options import ShardRecord, offload_of, policy_of

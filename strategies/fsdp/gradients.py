@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from leyden.core.errors import ConfigurationError
+from leyden.strategies.base import multiply
 from leyden.strategies.fsdp.sharding import local, whole
 
 UNSHARDABLE = {
@@ -42,19 +43,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 f"{kind.__name__} {UNSHARDABLE[kind.__name__]}: use an elementwise optimizer such as AdamW or SGD, or "
                 "strategy='ddp'."
             )
-
-
-def multiply(grads: Sequence[Tensor], factor: Tensor | float) -> None:
-    """Multiplies gradients in place. They may be on several devices: with CPU offload, on two."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    for device, own in by_device.items():
-        if isinstance(factor, Tensor):
-            # A copy to the CPU must complete before the multiplication reads it.
-            torch._foreach_mul_(own, factor.to(device, non_blocking=device.type != "cpu"))
-        else:
-            torch._foreach_mul_(own, factor)
 
 
 def clip_norm(parameters: Sequence[Tensor], value: float, norm_type: float = 2.0) -> Tensor:
