@@ -31,6 +31,9 @@ class TensorParallelRNG:
     def __init__(self, mesh: DeviceMesh, device: torch.device, sequence: bool = False) -> None:
         self._mesh, self._device, self._sequence = mesh, device, sequence
         self._generators = generators_of(device)
+        # torch.compile would trace into the switch, and break the graph at each of its lines.
+        self.switch = torch.compiler.disable(self._switch)
+        """Switches the sequence; see `_switch`."""
         self._active = False
         self._suspended: list[torch.Tensor] | None = None
         """The shared states, suspended while this rank draws from its own sequence; None while it draws from them."""
@@ -62,7 +65,7 @@ class TensorParallelRNG:
             self.switch(False)
             self._active = False
 
-    def switch(self, differ: bool) -> None:
+    def _switch(self, differ: bool) -> None:
         """Switches the sequence, when the ranks' activations begin to differ or become identical again.
 
         Args:
