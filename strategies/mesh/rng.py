@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -32,7 +32,7 @@ class TensorParallelRNG:
         self._mesh, self._device, self._sequence = mesh, device, sequence
         self._generators = generators_of(device)
         # torch.compile would trace into the switch, and break the graph at each of its lines.
-        self.switch = torch.compiler.disable(self._switch)
+        self.switch: Callable[[bool], None] = torch.compiler.disable(self._switch)  # type: ignore[no-untyped-call]
         """Switches the sequence; see `_switch`."""
         self._active = False
         self._suspended: list[torch.Tensor] | None = None
