@@ -140,7 +140,6 @@ def test_a_callback_does_not_wait(callback: Any, tmp_path: Path) -> None:
     [
         torch.optim.SGD,
         torch.optim.NAdam,
-        torch.optim.RMSprop,
         lambda own, lr: Muon([p for p in own if p.dim() == 2], lr),
     ],
     ids=["SGD", "NAdam", "Muon"],
