@@ -340,6 +340,8 @@ class Runtime:
 
 
 _setup_privateuseone_for_python_backend("toy", backend_module=Runtime())
+# torch's own function returns a stream in C++, which would take this file's events for its own.
+torch.accelerator.current_stream = current_stream  # type: ignore[assignment]
 
 
 # tensors --------------------------------------------------------------------------------------------------------------
@@ -485,7 +487,7 @@ def to_copy(source: Tensor, *, device: Any = None, non_blocking: bool = False, *
     options.pop("pin_memory", None)
     kind = source.device.type if device is None else torch.device(device).type
     if not isinstance(source, DeviceTensor):
-        if not non_blocking:
+        if not non_blocking and source.numel():
             waited("blocking copy to the device")
         return DeviceTensor(aten._to_copy.default(source, **options, device="cpu"))
     if kind == "toy":

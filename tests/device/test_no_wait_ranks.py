@@ -19,9 +19,6 @@ from leyden import Trainer
 from leyden.strategies import DDPStrategy
 from leyden.strategies.mesh.pipeline.numbers import NumberBroadcast
 
-# torch's own stream would take the stand-in's event for one of C++, and read other memory.
-torch.accelerator.current_stream = toy.current_stream  # type: ignore[assignment]
-
 
 class Named(dict[str, Tensor]):
     """A batch with an attribute, whose class takes no pairs."""
