@@ -88,9 +88,9 @@ def raw(batches: Batches, folder: str) -> None:
         optimizer.step()
 
 
-def leyden(batches: Batches, folder: str, full: bool = False) -> None:
-    from leyden import Trainer, TrainModule
-    from leyden.callbacks import CSVLogger, ModelCheckpoint
+def tiny(full: bool = False) -> Any:
+    """Returns the class of Leyden's module; `full` logs the loss to bar and logger at each step."""
+    from leyden import TrainModule
 
     class Tiny(TrainModule):
         def __init__(self) -> None:
@@ -106,9 +106,21 @@ def leyden(batches: Batches, folder: str, full: bool = False) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    everything = {"logger": CSVLogger(folder), "callbacks": [ModelCheckpoint(folder)]}
-    options: dict[str, Any] = everything if full else {"barebones": True}
-    Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **options).fit(Tiny(), batches.loader())
+    return Tiny
+
+
+def everything(folder: str) -> dict[str, Any]:
+    """Returns the Trainer's arguments of "leyden-full"."""
+    from leyden.callbacks import CSVLogger, ModelCheckpoint
+
+    return {"logger": CSVLogger(folder), "callbacks": [ModelCheckpoint(folder)]}
+
+
+def leyden(batches: Batches, folder: str, full: bool = False) -> None:
+    from leyden import Trainer
+
+    options = everything(folder) if full else {"barebones": True}
+    Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **options).fit(tiny(full)(), batches.loader())
 
 
 def leyden_own(batches: Batches, folder: str) -> None:

@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leyden.checkpoint.format import safefile
 
+LOCAL = ("wait", "wrap_tensor")
+"""Words in the names of operations beside the collectives that send nothing."""
+
 
 class Peak(TorchDispatchMode):
     """Measures the most bytes held at once by tensors created inside it."""
@@ -52,7 +55,7 @@ class Messages(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             # DTensor dispatches here again, with the tensors of this rank.
             return NotImplemented
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func._opname:
+        if func.namespace in ("c10d", "_c10d_functional") and not any(word in func._opname for word in LOCAL):
             name = func._opname.strip("_").replace("_into_tensor", "").replace("_base", "").rstrip("_")
             self.counts[name] = self.counts.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
