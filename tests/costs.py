@@ -7,8 +7,8 @@ The scenarios are runs of the model in `benchmarks/overhead.py`, from step 200 t
 - operations, tensors: what torch dispatches, and the new storages among its results, beyond the same loop by hand.
 - messages: collectives of the first of two ranks, with those of DDP, FSDP and DTensor.
 
-What differs between versions does not count: comprehensions, which Python 3.12 inlines; others' constructors, which are
-not seen if they are in C; `detach`, which torch 2.9 dispatches twice.
+What differs between versions does not count: comprehensions, which Python 3.12 inlines; `detach`, which torch 2.9
+dispatches twice; and the functions in UNSEEN.
 
 For the sake of equal counts in every run, the bar never draws, since it draws by the clock, and the garbage collector
 is off. tp's sampled checks run once in the window, at step 256.
@@ -41,6 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDED = Path(__file__).with_suffix(".json")
 STEPS = 100
 INLINED = ("<listcomp>", "<setcomp>", "<dictcomp>")
+UNSEEN = ("__init__", "__new__", "is_partial", "is_replicate", "wait")
+"""Others' functions that are written in C++ in some versions, where not every Python reports their calls."""
 OWN, OTHERS = "Python calls", "calls of others"
 
 
@@ -96,14 +98,14 @@ class Calls:
         gc.enable()
 
     def _count(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and _is_leydens(frame):
-            self._add(OTHERS, f"{argument.__name__} in {_name(frame)}")
-        elif event == "call" and frame.f_code.co_name not in INLINED:
-            caller = frame.f_back
-            if _is_leydens(frame):
-                self._add(OWN, _name(frame))
-            elif caller is not None and _is_leydens(caller) and frame.f_code.co_name not in ("__init__", "__new__"):
-                self._add(OTHERS, f"{frame.f_code.co_name} in {_name(caller)}")
+        called = argument.__name__ if event == "c_call" else frame.f_code.co_name
+        caller = frame if event == "c_call" else frame.f_back
+        if event not in ("c_call", "call") or called in INLINED:
+            return
+        if event == "call" and _is_leydens(frame):
+            self._add(OWN, _name(frame))
+        elif caller is not None and _is_leydens(caller) and called not in UNSEEN:
+            self._add(OTHERS, f"{called} in {_name(caller)}")
 
     def _add(self, kind: str, function: str) -> None:
         self.counts[kind] += 1
