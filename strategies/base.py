@@ -427,7 +427,7 @@ class Strategy:
                 divisor = num_items if window.divisor is None else window.divisor
             else:
                 divisor = mean_items(self, num_items)
-            window.begin_items(num_items, _not_zero(divisor))
+            window.begin_items(num_items, not_zero(divisor))
         else:
             window.add_items(num_items)
         return loss / window.first_items  # type: ignore[operator]
@@ -686,10 +686,10 @@ def mean_items(strategy: Strategy, num_items: Tensor | float) -> Tensor | float:
 def shadow_items(strategy: Strategy, window: Window) -> None:
     """Matches the collectives of `Strategy.loss_to_backward` on a rank without a sample, which has no items."""
     if window.index == 0 and not window.alone and strategy.ranks.any(False):
-        window.begin_items(0, _not_zero(mean_items(strategy, 0)))
+        window.begin_items(0, not_zero(mean_items(strategy, 0)))
 
 
-def _not_zero(num_items: Tensor | float) -> Tensor | float:
+def not_zero(num_items: Tensor | float) -> Tensor | float:
     """Replaces 0 items by 1. The first batch of a window may have none, and 0 / 0 would spoil the whole window."""
     return num_items.masked_fill(num_items == 0, 1) if isinstance(num_items, Tensor) else num_items or 1
 

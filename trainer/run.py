@@ -272,8 +272,8 @@ class Run:
 
     @cached_property
     def traced(self) -> TracedLogs | None:
-        """The log that the steps of a compiled module record into; None without torch.compile."""
-        if self.compiled is None:
+        """The log that compiled steps record into; None without torch.compile."""
+        if self.compiled is None and self.arguments.compile is None:
             return None
         from leyden.trainer.logging.logs import TracedLogs
 
@@ -282,7 +282,7 @@ class Run:
     def step_function(self, name: str) -> Callable[..., Any]:
         """Returns a step of the module as the loop calls it: compiled, checked for NaN and profiled as configured."""
         function: Callable[..., Any] = getattr(self.module, name)
-        if self.traced is not None:
+        if self.compiled is not None and self.traced is not None:
             function = self.traced.around(self.compiled.dynamo_ctx(function))
         function = self.strategy.setup_step(function, self.module)
         if self.arguments.detect_anomaly and name == "training_step":
@@ -403,7 +403,7 @@ class Run:
         self.engine.prepare_module(module)
         gather_readers(module, strategy)
         self.loaders.prepare_transfer(self.profiler, self.callbacks)
-        if self.profiler is not None and self.compiled is None:
+        if self.profiler is not None and self.traced is None:
             self.profiler.watch(module)
         if self.profiler is not None and stage != "fit":
             # In a fit the log folder is not final yet: loggers may continue in that of the resumed checkpoint.
@@ -452,7 +452,7 @@ class Run:
             self._make_optimizers(restorer, goal)
         else:
             engine.prepare_optimizers([module], engine.optimizers)
-        if self.profiler is not None:
+        if self.profiler is not None and self.arguments.compile is None:
             self.profiler.watch_optimizers(engine.optimizers)
         self.hooks.fire_all("on_fit_start")
         if kept is None:

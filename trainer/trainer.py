@@ -27,7 +27,6 @@ from leyden.strategies.window import Window
 from leyden.trainer import ending
 from leyden.trainer.arguments.arguments import for_trial, resolve
 from leyden.trainer.datamodule import DataModule
-from leyden.trainer.engine.engine import Engine
 from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.events.signals import LEAVE, Signals
@@ -137,6 +136,8 @@ class Trainer:
             warnings and errors remain.
         on_bad_sample: "skip" drops and counts training samples that raise an error. Default "raise".
         report: draw `report.html` in the run's folder when a fit ends, after an error too; see `ReportLogger`.
+        compile: "step" compiles forward, backward, clipping and optimizers to one graph, on a single device; a dict of
+            torch.compile's arguments `backend`, `dynamic`, `mode` and `options` does, too. See "Compile" in the docs.
 
     Raises:
         ConfigurationError: if a value is invalid; the message names the fix.
@@ -203,17 +204,12 @@ class Trainer:
         validate_at_start: bool = False,
         verbose: bool = True,
         report: bool = False,
+        compile: Literal["step"] | dict[str, Any] | None = None,
     ) -> None:
         self.arguments, self.given = resolve({name: value for name, value in locals().items() if name != "self"})
         arguments = self.arguments
         build.enter_cluster(arguments)
-        self.accelerator = Engine(
-            arguments.strategy,
-            arguments.accelerator,
-            build.precision_of(arguments),
-            arguments.devices,
-            arguments.num_nodes,
-        )
+        self.accelerator = build.engine_of(arguments)
         self.last_checkpoint: Path | None = None
         self.seconds_saving = 0.0
         """Seconds that this rank has waited for its checkpoints in the last fit."""

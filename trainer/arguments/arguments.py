@@ -110,6 +110,7 @@ class Arguments:
     validate_at_start: bool = False
     verbose: bool = True
     report: bool = False
+    compile: Any = None
 
 
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
@@ -211,6 +212,8 @@ def _implied(arguments: Arguments) -> dict[str, Any]:
         implied |= {"val_check_interval": 1.0, "check_val_every_n_epoch": 1, "resume": None}
     if arguments.overfit_batches:
         implied |= dict.fromkeys(("limit_train_batches", "limit_val_batches"), arguments.overfit_batches)
+    if arguments.compile == "step":
+        implied["compile"] = {}
     implied["hang_timeout"] = hang_limit(arguments.hang_timeout)
     resumes = implied.get("resume", arguments.resume) == "auto"
     if resumes or arguments.preemption is not None:
@@ -236,6 +239,7 @@ def _check(arguments: Arguments) -> None:
     _check_validation(arguments)
     _check_clipping(arguments)
     _check_choices(arguments)
+    _check_compile(arguments)
 
 
 def _check_integer(name: str, value: Any, least: int) -> None:
@@ -289,6 +293,27 @@ def _check_clipping(arguments: Arguments) -> None:
             f"gradient_clip_algorithm={arguments.gradient_clip_algorithm!r} is not known. "
             f"{nearest(arguments.gradient_clip_algorithm, ('norm', 'value'))}"
         )
+
+
+def _check_compile(arguments: Arguments) -> None:
+    given = arguments.compile
+    if given is None:
+        return
+    if given != "step" and not isinstance(given, dict):
+        raise ConfigurationError(
+            f"compile={given!r}: use 'step', or a dict of torch.compile's arguments for the step. To compile the "
+            "module's steps alone, pass torch.compile(module) to fit."
+        )
+    for name in () if given == "step" else given:
+        if name not in ("backend", "dynamic", "mode", "options"):
+            fix = nearest(name, ("backend", "dynamic", "mode", "options"))
+            raise ConfigurationError(f"compile={{{name!r}: …}}: the step is one graph (fullgraph). {fix}")
+    for name, value in (("detect_anomaly", False), ("accumulate_grad_batches", 1)):
+        if getattr(arguments, name) != value:
+            raise ConfigurationError(
+                "compile='step' makes one graph of the step on one batch, which does not work with "
+                f"{name}={getattr(arguments, name)!r}: leave one of them out."
+            )
 
 
 def _check_choices(arguments: Arguments) -> None:

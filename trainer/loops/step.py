@@ -368,7 +368,7 @@ class ManualStep(Step):
 
 
 def make_step(run: Run, schedulers: Schedulers) -> Step:
-    """Creates the optimization step of a fit: automatic, manual, or with batches split into micro-batches.
+    """Creates the optimization step of a fit: automatic, manual, compiled, or with batches split into micro-batches.
 
     Args:
         run: the run of the fit.
@@ -378,6 +378,16 @@ def make_step(run: Run, schedulers: Schedulers) -> Step:
         ConfigurationError: if the module, its optimizers or the strategy do not support the requested step.
     """
     accumulation, training_step = run.accumulation, run.step_function("training_step")
+    samples = run.loaders.samples_per_batch
+    accumulates = isinstance(accumulation, AutoAccumulation) or (
+        accumulation is not None and any(accumulation.batches(at, samples) > 1 for at in accumulation.scheduling)
+    )
+    if run.arguments.compile is not None:
+        # Imported here because it imports torch's compiler.
+        from leyden.trainer.loops.compiled_step import CompiledStep, check_compiled
+
+        check_compiled(run, accumulates)
+        return CompiledStep(run, run.module.training_step, schedulers)
     if isinstance(accumulation, AutoAccumulation):
         # Imported here because few runs use it.
         from leyden.trainer.loops.auto_step import AutoStep, check_auto
@@ -385,10 +395,6 @@ def make_step(run: Run, schedulers: Schedulers) -> Step:
         check_auto(run)
         return AutoStep(run, training_step, schedulers, accumulation)
     kind = AutomaticStep if run.module.automatic_optimization else ManualStep
-    if accumulation is None:
-        return kind(run, training_step, schedulers, False)
-    samples = run.loaders.samples_per_batch
-    accumulates = any(accumulation.batches(at, samples) > 1 for at in accumulation.scheduling)
     return kind(run, training_step, schedulers, accumulates)
 
 

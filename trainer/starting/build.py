@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +25,11 @@ from leyden.launch.cluster import is_cluster, publish
 from leyden.strategies.base import Strategy
 from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.precision import Precision
+from leyden.strategies.single import SingleDeviceStrategy
 from leyden.trainer.arguments.arguments import Arguments
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.datamodule import DataModule
+from leyden.trainer.engine.engine import Engine
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
@@ -41,6 +43,29 @@ if TYPE_CHECKING:
     from leyden.trainer.run import Run
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def engine_of(arguments: Arguments) -> Engine:
+    """Returns the engine for the arguments' devices, strategy and precision.
+
+    Raises:
+        ConfigurationError: if they do not fit together, or do not support `compile="step"`.
+    """
+    where = (arguments.devices, arguments.num_nodes)
+    engine = Engine(arguments.strategy, arguments.accelerator, precision_of(arguments), *where)
+    if arguments.compile is None:
+        return engine
+    if not isinstance(engine.strategy, SingleDeviceStrategy):
+        raise ConfigurationError(
+            f"compile='step' does not work with strategy={engine.strategy.name!r}: set devices=1, or leave compile out "
+            "and pass torch.compile(module) to fit."
+        )
+    if engine.precision.may_skip:
+        raise ConfigurationError(
+            f"compile='step' does not work with the gradient scaler of precision={engine.precision.name!r}: use "
+            "'bf16-mixed' or '32-true'."
+        )
+    return engine
 
 
 def precision_of(arguments: Arguments) -> Any:
@@ -432,13 +457,24 @@ def runtime_settings(arguments: Arguments) -> Iterator[None]:
     elif arguments.deterministic:
         torch.backends.cudnn.benchmark = False
     try:
-        with torch.autograd.set_detect_anomaly(arguments.detect_anomaly or torch.is_anomaly_enabled()):
+        with (
+            torch.autograd.set_detect_anomaly(arguments.detect_anomaly or torch.is_anomaly_enabled()),
+            nullcontext() if arguments.compile is None else tracing_gradients(),
+        ):
             yield
     finally:
         torch.use_deterministic_algorithms(was[0], warn_only=was[1])
         torch.backends.cudnn.benchmark = was[2]
         if variable is None:
             os.environ.pop(CUBLAS, None)
+
+
+def tracing_gradients() -> AbstractContextManager[Any]:
+    """Returns a context in which torch.compile traces `torch.autograd.grad`."""
+    # Imported here because it takes a second.
+    import torch._dynamo
+
+    return torch._dynamo.config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return]
 
 
 def loggers_of(callbacks: list[Callback]) -> list[Logger]:
