@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ class CompiledStep(AutomaticStep):
         super().__init__(run, training_step, schedulers, accumulates=False)
         assert run.traced is not None
         self.fit = run  # `run` is a method.
-        self.rates = Rates(self.optimizers)
+        self.rates, self.states = Rates(self.optimizers), [States(optimizer) for optimizer in self.optimizers]
         step = run.traced.around(torch.compile(self._traceable(), fullgraph=True, **_options(run.arguments.compile)))
         self.compiled = step if run.profiler is None else run.profiler.wrap("training_step", step)
 
@@ -100,7 +101,9 @@ class CompiledStep(AutomaticStep):
         """Returns the whole step as a function that torch.compile can trace."""
         training_step, context = self.training_step, self.strategy.precision.forward_context
         clip, clip_value, clip_algorithm = self.strategy.clip_parameters, self.clip_value, self.clip_algorithm
-        optimizers = [traceable(optimizer) for optimizer in self.optimizers]
+        optimizers = [
+            traceable(optimizer, states) for optimizer, states in zip(self.optimizers, self.states, strict=True)
+        ]
 
         def step(batch: Any, *extra: Any) -> Any:
             if context is None:
@@ -145,6 +148,8 @@ class CompiledStep(AutomaticStep):
         extra = (batch_idx,) if self.takes_index else ()
         # As the optimizers' own hook does, before an asynchronous save's weights change.
         self.fit.saves.finish_copies()
+        for states in self.states:
+            states.refresh()
         self.hooks.current = "training_step"
         with self.rates:
             try:
@@ -223,8 +228,32 @@ class Rates:
         self._groups.clear()
 
 
-def traceable(optimizer: Optimizer) -> Any:
-    """Returns an object with the optimizer's state and methods, which torch.compile traces like any other code.
+class States:
+    """The state of an optimizer, by the ids of its parameters.
+
+    The graph reads each entry in each step. A dict with tensors as keys would be listed for each of them.
+
+    Args:
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.by_id = {id(parameter): state for parameter, state in optimizer.state.items()}
+
+    def refresh(self) -> None:
+        """Follows entries that were added or replaced since the last step, such as by a rollback."""
+        states, known = self._optimizer.state, self.by_id
+        if len(states) != len(known) or not all(map(operator.is_, states.values(), known.values())):
+            self.by_id = {id(parameter): state for parameter, state in states.items()}
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        place = id(parameter)
+        return self.by_id[place] if place in self.by_id else self._optimizer.state[parameter]
+
+
+def traceable(optimizer: Optimizer, states: States) -> Any:
+    """Returns an object with the optimizer's groups, state and methods, which torch.compile traces like any other code.
 
     Of an optimizer itself, it reads gradients from before the step, and its `step` breaks the graph.
     """
@@ -233,8 +262,7 @@ def traceable(optimizer: Optimizer) -> Any:
         own = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
         methods |= {name: inspect.unwrap(value) if inspect.isfunction(value) else value for name, value in own.items()}
     traced = type(type(optimizer).__name__, (), methods)()
-    # The same dict: loading a checkpoint replaces groups and state.
-    traced.__dict__ = optimizer.__dict__
+    vars(traced).update(vars(optimizer), state=states)
     return traced
 
 
