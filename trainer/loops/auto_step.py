@@ -22,10 +22,11 @@ from leyden.data.sharding import is_indexed
 from leyden.strategies.micro_batches import MicroBatch, cut, rows_of, together
 from leyden.strategies.window import Window
 from leyden.trainer.engine.engine import needs_closure
+from leyden.trainer.engine.prepared import clear_gradients
 from leyden.trainer.loops.batches import takes_iterator
 from leyden.trainer.loops.largest_batch import largest_batch
 from leyden.trainer.loops.peak_memory import PeakMemory
-from leyden.trainer.loops.step import AutomaticStep, clear_gradients, detached
+from leyden.trainer.loops.step import AutomaticStep, detached
 from leyden.trainer.loops.user_step import take_snapshot, without_side_effects
 
 if TYPE_CHECKING:

@@ -23,9 +23,10 @@ from leyden.strategies.base import not_zero
 from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.window import read_loss
 from leyden.trainer.engine.engine import needs_closure
+from leyden.trainer.engine.prepared import clear_gradients
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.loops.batches import takes_iterator
-from leyden.trainer.loops.step import AutomaticStep, clear_gradients
+from leyden.trainer.loops.step import AutomaticStep
 from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def check_compiled(run: Run, accumulates: bool) -> None:
         refusal = "training_step(dataloader_iter)"
     elif closures := [type(optimizer).__name__ for optimizer in run.engine.optimizers if needs_closure(optimizer)]:
         refusal = f"{closures[0]}, which evaluates the loss several times per step"
+    elif any(group.get("fused") for optimizer in run.engine.optimizers for group in optimizer.param_groups):
+        refusal = "an optimizer with fused=True (leave it out: the graph fuses the update itself)"
     elif any(getattr(config.scheduler, "use_beta1", False) for config in run.schedulers):
         refusal = "a scheduler that changes Adam's betas: give it cycle_momentum=False"
     else:
@@ -269,8 +272,7 @@ def traceable(optimizer: Optimizer, states: States) -> Any:
 def make_state(optimizer: Optimizer) -> None:
     """Creates the state that torch's optimizers create in their first step, which would be compiled for itself.
 
-    Step counts become float64, but for fused kernels: the graph computes bias corrections from them, where an ordinary
-    step computes with Python's numbers.
+    Step counts become float64: the graph computes bias corrections from them, an ordinary step from Python's numbers.
     """
     creates = type(optimizer).__module__.startswith("torch.optim.") and hasattr(optimizer, "_init_group")
     for group in optimizer.param_groups:
@@ -288,7 +290,7 @@ def make_state(optimizer: Optimizer) -> None:
             optimizer._init_group(group, *([] for _ in range(lists)))  # type: ignore[attr-defined]
             for parameter in trained:
                 parameter.grad = None
-        for parameter in () if group.get("fused") else trained:
+        for parameter in trained:
             count = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
             if isinstance(count, Tensor):
                 optimizer.state[parameter]["step"] = count.double()

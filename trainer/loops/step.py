@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.precision import Precision
 from leyden.strategies.window import read_loss
 from leyden.trainer.engine.engine import needs_closure
-from leyden.trainer.engine.prepared import PreparedOptimizer
+from leyden.trainer.engine.prepared import PreparedOptimizer, clear_gradients, has_plain_zero_grad
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.loops.user_step import MicroBatches, step_arguments, without_side_effects
 from leyden.trainer.module import TrainModule
@@ -396,19 +396,6 @@ def make_step(run: Run, schedulers: Schedulers) -> Step:
         return AutoStep(run, training_step, schedulers, accumulation)
     kind = AutomaticStep if run.module.automatic_optimization else ManualStep
     return kind(run, training_step, schedulers, accumulates)
-
-
-def has_plain_zero_grad(optimizer: Optimizer) -> bool:
-    """True if `optimizer.zero_grad` is torch's own method, not overridden or patched."""
-    return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
-
-
-def clear_gradients(optimizers: Iterable[Optimizer]) -> None:
-    """Clears gradients as torch's `zero_grad()` does, without its profiler label, which costs more than the loop."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
 
 
 def detached(outputs: Any) -> Any:

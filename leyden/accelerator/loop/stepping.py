@@ -18,7 +18,7 @@ from leyden.accelerator.loop.mistakes import Mistakes
 from leyden.accelerator.loop.staged import StagedSteps, Step
 from leyden.core.errors import ConfigurationError
 from leyden.trainer.engine.engine import Engine, needs_closure
-from leyden.trainer.engine.prepared import PreparedOptimizer
+from leyden.trainer.engine.prepared import PreparedOptimizer, clear_gradients, has_plain_zero_grad
 
 if TYPE_CHECKING:
     from leyden.accelerator.prepared.loader import PreparedLoader
@@ -310,8 +310,13 @@ class Stepping(Engine):
 
     def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
         """Clears the gradients of one optimizer if the window closes."""
-        if self.window.closes:
-            prepared.optimizer.zero_grad(set_to_none)
+        if not self.window.closes:
+            return
+        optimizer = prepared.optimizer
+        if set_to_none and has_plain_zero_grad(optimizer) and not torch.autograd._profiler_enabled():
+            clear_gradients((optimizer,))
+        else:
+            optimizer.zero_grad(set_to_none)
 
     def flush_scaler(self) -> None:
         """Updates the gradient scaler, once after all optimizers have stepped and before the next loss is scaled."""

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer, TrainModule
-from leyden.callbacks import Callback, GradNormMonitor, LearningRateMonitor, ModelCheckpoint, WeightAveraging
+from leyden.callbacks import Callback, CSVLogger, GradNormMonitor, LearningRateMonitor, ModelCheckpoint, WeightAveraging
 
 TRACED = {"backend": "aot_eager"}
 """Traces the graph as for inductor, and runs it without generating code."""
@@ -74,7 +74,7 @@ def test_the_graph_trains_like_an_ordinary_step(make: Any, clipping: Any, precis
         for module, compiles in zip(modules, (None, "step"), strict=True):
             arguments = {**quiet, "gradient_clip_val": clipping, "precision": precision, "compile": compiles}
             Trainer(max_steps=steps, **arguments).fit(module, loader())
-        assert apart(*modules) <= (1e-3 if precision == "bf16-mixed" else most)
+        assert apart(*modules) <= (5e-3 if precision == "bf16-mixed" else most)
         assert apart(modules[0], Net(make)) > 1e-4
 
 
@@ -88,7 +88,6 @@ KINDS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "NAdam": optim.NAdam,
     "RMSprop": lambda groups: optim.RMSprop(groups, momentum=0.9, weight_decay=0.1),
     "Rprop": optim.Rprop,
-    "fused": lambda groups: optim.Adam(groups, fused=True),
 }
 
 
@@ -137,11 +136,13 @@ def test_several_optimizers_and_a_loss_with_items(quiet: Any) -> None:
 
 
 @pytest.mark.parametrize("schedule", [lambda o: CosineAnnealingLR(o, 20), lambda o: OneCycleLR(o, 0.2, 20)])
-def test_schedules_and_a_short_last_batch_are_not_compiled_for_each_step(schedule: Any, quiet: Any) -> None:
+def test_schedules_and_a_short_last_batch_are_not_compiled_for_each_step(
+    schedule: Any, tmp_path: Path, quiet: Any
+) -> None:
     modules, rates = (Net(sgd, schedule), Net(sgd, schedule)), []
     counters.clear()
     for module, compiles in zip(modules, (None, TRACED), strict=True):
-        arguments = {**quiet, "logger": False, "compile": compiles}
+        arguments = {**quiet, "logger": CSVLogger(tmp_path), "compile": compiles}
         trainer = Trainer(max_epochs=1, callbacks=[WeightAveraging(), LearningRateMonitor()], **arguments)
         trainer.fit(module, loader(78))
         rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
@@ -210,6 +211,7 @@ def hooked(groups: Any) -> optim.Optimizer:
         (AfterBackward, {}, "AfterBackward.on_after_backward"),
         (OwnStep, {}, "OwnStep.optimizer_step"),
         (Net, {"callbacks": [GradNormMonitor()]}, "GradNormMonitor.on_before_optimizer_step"),
+        (lambda: Net(lambda groups: optim.Adam(groups, fused=True)), {}, "fused=True"),
         (lambda: Net(hooked), {}, "hooks that are registered with SGD"),
         (lambda: Net(lambda groups: optim.LBFGS(groups[0]["params"])), {}, "LBFGS"),
         (lambda: Net(schedule=lambda o: OneCycleLR(o, 0.1, 9)), {}, "cycle_momentum=False"),
