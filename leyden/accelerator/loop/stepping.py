@@ -17,8 +17,11 @@ from leyden.accelerator.loop.collectives import synchronize_generators
 from leyden.accelerator.loop.mistakes import Mistakes
 from leyden.accelerator.loop.staged import StagedSteps, Step
 from leyden.core.errors import ConfigurationError
+from leyden.strategies.base import Strategy
+from leyden.strategies.precision import Precision
 from leyden.trainer.engine.engine import Engine, needs_closure
 from leyden.trainer.engine.prepared import PreparedOptimizer, clear_gradients, has_plain_zero_grad
+from leyden.trainer.events.hooks import overrides
 
 if TYPE_CHECKING:
     from leyden.accelerator.prepared.loader import PreparedLoader
@@ -55,6 +58,13 @@ class Stepping(Engine):
         self._rng_types = options.rng_types
         self._checks = Mistakes(self, options.device_placement)
         self._deferred: Callable[[], Any] | None = None
+        strategy, precision = self.strategy, self.strategy.precision
+        # Decided once: a plain step is loss.backward() and optimizer.step(), without the calls that would do nothing.
+        self._goes_back_directly = not (precision.scales_loss or overrides(strategy, "backward", Strategy))
+        self._unscales = overrides(strategy, "before_step", Strategy) or overrides(precision, "unscale", Precision)
+        self._steps_directly = not (
+            overrides(strategy, "step", Strategy) or overrides(precision, "step", Precision) or precision.may_skip
+        )
         self._clips_to = None if self.strategy.drives_one else options.clips_to
         self.beat = LoopBeat(self.strategy.ranks, options.hang_timeout, os.fspath(options.project.project_dir or "."))
         """Heartbeat for the hang watchdog."""
@@ -242,7 +252,10 @@ class Stepping(Engine):
             )
         if num_items is not None or window.length > 1:
             loss = self.strategy.loss_to_backward(loss, num_items, window)
-        self.manual_backward(loss, **kwargs)
+        if self._goes_back_directly:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        else:
+            self.strategy.backward(loss, **kwargs)
         self._end_backward()
 
     def _begin_backward(self) -> None:
@@ -251,7 +264,8 @@ class Stepping(Engine):
         if self.checker is not None and self.window.closes and not self.is_joining:
             # This backward synchronizes gradients, so every rank must reach it.
             self.checker.compare("backward", None)
-        self.flush_scaler()
+        if self._scale_is_stale:
+            self.flush_scaler()
 
     def _end_backward(self) -> None:
         if not self.prepared_optimizers:
@@ -288,16 +302,22 @@ class Stepping(Engine):
         if not self.window.closes:
             return True
         self._checks.in_step(prepared)
-        self._finalize_gradients()
+        if self._in_accumulate:
+            self._finalize_gradients()
         if closure is not None and not needs_closure(prepared.optimizer):
             closure()
             closure = None
-        self.strategy.before_step(prepared.optimizer)
+        if self._unscales:
+            self.strategy.before_step(prepared.optimizer)
         if self._clips_to is not None:
             groups = self.strategy.master_weights.groups(prepared.optimizer)
             self.strategy.clip_parameters([p for group in groups for p in group], self._clips_to)
-        stepped = self.strategy.step(prepared.optimizer, closure, **kwargs)
-        self._scale_is_stale = self.precision.may_skip
+        if self._steps_directly and closure is None:
+            prepared.optimizer.step(**kwargs)
+            stepped = True
+        else:
+            stepped = self.strategy.step(prepared.optimizer, closure, **kwargs)
+            self._scale_is_stale = self.precision.may_skip
         if id(prepared) in self._stepped_in_window or not self._stepped_in_window:
             # Several optimizers may step in one window; the first to step a second time starts the next window.
             self._stepped_in_window = {id(prepared)}

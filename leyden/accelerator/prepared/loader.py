@@ -190,7 +190,7 @@ class PreparedLoader:
         self.iteration = max(self.iteration, saved["iteration"] + 1)
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        total, move, stepping = self.cursor.length, self._move or _identity, self._stepping
+        total, move, stepping = self.cursor.length, self._move, self._stepping
         # Only a loader without a length is drawn one batch ahead.
         batches = lookahead(iterator) if total is None else iterator
         self.is_active, self._exhausted = True, False
@@ -199,7 +199,7 @@ class PreparedLoader:
             while total is None or self.position < total:
                 try:
                     # No local variable may hold the batch, or it would stay in memory while the next one is loaded.
-                    yield move(self._next(batches, total))
+                    yield self._next(batches, total) if move is None else move(self._next(batches, total))
                     stepping.end_turn()
                 except StopIteration:
                     self._check_end(total)
@@ -307,10 +307,6 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         [3]
     """
     return SkippedLoader(dataloader, num_batches)
-
-
-def _identity(batch: Any) -> Any:
-    return batch
 
 
 def _inner(outer: Any, part: str, name: str) -> Any:
