@@ -103,7 +103,8 @@ class CompiledStep(AutomaticStep):
     def _traceable(self) -> Callable[..., Any]:
         """Returns the whole step as a function that torch.compile can trace."""
         training_step, context = self.training_step, self.strategy.precision.forward_context
-        clip, clip_value, clip_algorithm = self.strategy.clip_parameters, self.clip_value, self.clip_algorithm
+        clip, clip_value = self.strategy.clip_parameters, self.clip_value
+        clip_algorithm: Any = self.clip_algorithm
         optimizers = [
             traceable(optimizer, states) for optimizer, states in zip(self.optimizers, self.states, strict=True)
         ]

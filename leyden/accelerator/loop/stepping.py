@@ -333,7 +333,8 @@ class Stepping(Engine):
         if not self.window.closes:
             return
         optimizer = prepared.optimizer
-        if set_to_none and has_plain_zero_grad(optimizer) and not torch.autograd._profiler_enabled():
+        is_profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        if set_to_none and has_plain_zero_grad(optimizer) and not is_profiled:
             clear_gradients((optimizer,))
         else:
             optimizer.zero_grad(set_to_none)
