@@ -6,6 +6,7 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,6 @@ from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.optim import SGD, Optimizer
 
-import leyden
 from leyden.callbacks.base import Callback
 from leyden.core.errors import ConfigurationError
 from leyden.core.tree import map_tensors
@@ -39,7 +39,7 @@ REPLACED = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_grad
 """Methods that replace a part of the graph."""
 INSTEAD = "Leave compile out, and pass torch.compile(module) to fit, which compiles the module's steps alone"
 
-LIBRARIES = tuple(os.path.dirname(library.__file__ or "") + os.sep for library in (torch, leyden))
+LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 """The folders of code that is not the user's."""
 
 
