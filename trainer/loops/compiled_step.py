@@ -61,8 +61,8 @@ def check_compiled(run: Run, accumulates: bool) -> None:
         refusal = f"{closures[0]}, which evaluates the loss several times per step"
     elif any(group.get("fused") for optimizer in run.engine.optimizers for group in optimizer.param_groups):
         refusal = "an optimizer with fused=True (leave it out: the graph fuses the update itself)"
-    elif any(getattr(config.scheduler, "use_beta1", False) for config in run.schedulers):
-        refusal = "a scheduler that changes Adam's betas: give it cycle_momentum=False"
+    elif any(getattr(config.scheduler, "cycle_momentum", False) for config in run.schedulers):
+        refusal = "a scheduler that changes momentum, for which torch compiles each step: give it cycle_momentum=False"
     else:
         refusal = next(_hooks_between(run), None)
     if refusal is not None:

@@ -135,7 +135,9 @@ def test_several_optimizers_and_a_loss_with_items(quiet: Any) -> None:
     assert all(p.grad is None for p in modules[1].parameters())
 
 
-@pytest.mark.parametrize("schedule", [lambda o: CosineAnnealingLR(o, 20), lambda o: OneCycleLR(o, 0.2, 20)])
+@pytest.mark.parametrize(
+    "schedule", [lambda o: CosineAnnealingLR(o, 20), lambda o: OneCycleLR(o, 0.2, 20, cycle_momentum=False)]
+)
 def test_schedules_and_a_short_last_batch_are_not_compiled_for_each_step(
     schedule: Any, tmp_path: Path, quiet: Any
 ) -> None:
