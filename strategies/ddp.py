@@ -18,7 +18,13 @@ from leyden.core.errors import ConfigurationError, nearest
 from leyden.strategies.base import OwnLoop, Refused, shadow_items
 from leyden.strategies.comm_hooks import find_comm_hook
 from leyden.strategies.local_weights import digest_of
-from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy, broadcast_all, sum_all
+from leyden.strategies.process_group import (
+    GROUP_SETTINGS,
+    ProcessGroupStrategy,
+    backends_in,
+    broadcast_all,
+    sum_all,
+)
 from leyden.strategies.window import Window, read_loss, zeroed
 
 T = TypeVar("T")
@@ -346,7 +352,13 @@ class Wrapping:
         self.hook = hook
 
     def wrap(self, kind: type[D], module: nn.Module, **more: Any) -> D:
-        """Wraps a module. The user's arguments override the given ones."""
+        """Wraps a module. The user's arguments override the given ones.
+
+        Raises:
+            ConfigurationError: if the module has sparse gradients, and they are on a device whose backend sums none.
+        """
+        if self.hook is None:
+            _check_dense(module)
         wrapped = kind(module, **{**more, **self.arguments})
         if self.hook is not None:
             wrapped.register_comm_hook(*self.hook)
@@ -485,6 +497,20 @@ def _drop_reducer(wrapped: DistributedDataParallel) -> None:
     """Drops a wrapper's reducer, and with it the gradient hooks."""
     for name in ("reducer", "logger"):
         vars(wrapped).pop(name, None)
+
+
+def _check_dense(module: nn.Module) -> None:
+    """Raises ConfigurationError for an embedding with sparse gradients, which no backend but gloo sums."""
+    backends, ignored = backends_in(dist.get_backend()), _ignored_names(module)
+    for name, part in module.named_modules():
+        if not isinstance(part, (nn.Embedding, nn.EmbeddingBag)) or not part.sparse or not part.weight.requires_grad:
+            continue
+        backend = backends.get(part.weight.device.type)
+        if backend != "gloo" and f"{name}.weight" not in ignored:
+            raise ConfigurationError(
+                f"{name.removeprefix('module.') or 'the model'} has sparse=True, and {backend} sums dense gradients "
+                "only. Leave sparse out, or use DDPStrategy(process_group_backend='gloo')."
+            )
 
 
 def _ignored_names(module: nn.Module) -> set[str]:

@@ -23,7 +23,7 @@ from leyden.checkpoint.format.safefile import write_file, write_tensors
 from leyden.checkpoint.format.secrets import OWNERS, is_marked
 from leyden.checkpoint.format.tensors import is_sharded, local_part
 from leyden.checkpoint.format.unflushed import Unflushed
-from leyden.core.devices import copies_aside, mark, pins_memory, runtime_of
+from leyden.core.devices import copies_aside, make_current, mark, pins_memory, runtime_of
 from leyden.core.errors import LeydenError
 from leyden.core.tree import leaves
 from leyden.trainer.logging.values import read_back
@@ -258,6 +258,9 @@ class Copies:
 
     def run(self) -> None:
         """Makes the deferred copies in the background thread, and waits for those that the run's thread has taken."""
+        for device in self._devices:
+            # A thread begins on the first GPU, where every rank would take memory for a context of its own.
+            make_current(device)
         self._drain_queue()
         self._copied.wait()
         if self._eager_done is not None:
