@@ -336,6 +336,10 @@ def test_import_leyden_loads_neither_torch_nor_the_trainer() -> None:
     assert "torch" not in loaded
 
 
+def test_a_rank_of_a_launch_leaves_the_import_of_torch_to_the_script() -> None:
+    assert "torch" not in run("import sys, leyden.cli.launch.rank; print(*sys.modules)").split()
+
+
 def test_importing_strategies_loads_no_multi_rank_strategy() -> None:
     loaded = run("import sys; from leyden.strategies import Strategy, MixedPrecision; print(*sys.modules)").split()
     late = ("ddp", "fsdp", "deepspeed", "xla", "process_group")

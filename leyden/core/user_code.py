@@ -5,16 +5,20 @@ Names alone do not tell: a checkout, a project or a home may be called leyden, t
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import traceback
 from pathlib import Path
 
-import torch
-
 LEYDEN = str(Path(__file__).parents[1]) + os.sep
 """The folder of the package, under which all of its files are imported, in a checkout too."""
+# torch is only located: a rank of a launch imports this file before the user's script, which may not need torch.
+_TORCH = importlib.util.find_spec("torch")
+assert _TORCH is not None
 _LIBRARIES = tuple(
-    {path(os.path.dirname(str(module.__file__))) + os.sep for module in (os, torch) for path in (str, os.path.realpath)}
+    path(os.path.dirname(str(file))) + os.sep
+    for file in (os.__file__, _TORCH.origin)
+    for path in (str, os.path.realpath)
 )
 """The folders of Python's standard library, and of a torch that is used from its own checkout."""
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
