@@ -32,9 +32,10 @@ STARTS = ("raw", "leyden", "leyden-full")
 def first_step(name: str, warm: bool) -> None:
     """Prints the seconds to the first step, and with it, in this process."""
     import overhead
+    import torch
 
     if warm:
-        import torch._dynamo  # noqa: F401
+        import torch._dynamo
     if name != "raw":
         from leyden import Trainer, TrainModule  # noqa: F401 - as a script does, before it builds anything
 
@@ -64,7 +65,7 @@ def first_step(name: str, warm: bool) -> None:
 
     net = Net()
     overhead.make_net = lambda: net
-    overhead.torch.set_num_threads(1)
+    torch.set_num_threads(1)
     batches = Three(3)
     with tempfile.TemporaryDirectory() as folder:
         with overhead.hidden():
