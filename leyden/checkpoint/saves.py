@@ -260,7 +260,7 @@ class Saves:
 
         self._copies, self._hooks = copies, hooks
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step) for optimizer in filter(calls_hooks, optimizers)
+            optimizer.register_step_pre_hook(self.before_step) for optimizer in filter(calls_hooks, optimizers)
         ]
         if hooks is not None:
             hooks.precede(self.finish_copies)
@@ -329,7 +329,7 @@ class Saves:
                 f"{pending.path} was not saved: the run ended with an error first. Earlier checkpoints are whole.",
             )
 
-    def _before_step(self, *args: object) -> None:
+    def before_step(self, *args: object) -> None:
         """Waits for the copies. After a first save, also finds the tensors that were written since."""
         copies, pending = self._copies, self._pending
         self.finish_copies()

@@ -96,7 +96,7 @@ class CompiledStep(AutomaticStep):
         super().__init__(run, training_step, schedulers, accumulates=False)
         assert run.traced is not None
         self.fit = run  # `run` is a method.
-        self.rates, self.states = Rates(self.optimizers), [States(optimizer) for optimizer in self.optimizers]
+        self.rates, self.traced = Rates(self.optimizers), list(map(traceable, self.optimizers))
         step = run.traced.around(torch.compile(self._traceable(), fullgraph=True, **_options(run.arguments.compile)))
         self.compiled = step if run.profiler is None else run.profiler.wrap("training_step", step)
 
@@ -105,9 +105,7 @@ class CompiledStep(AutomaticStep):
         training_step, context = self.training_step, self.strategy.precision.forward_context
         clip, clip_value = self.strategy.clip_parameters, self.clip_value
         clip_algorithm: Any = self.clip_algorithm
-        optimizers = [
-            traceable(optimizer, states) for optimizer, states in zip(self.optimizers, self.states, strict=True)
-        ]
+        optimizers = self.traced
 
         def step(batch: Any, *extra: Any) -> Any:
             if context is None:
@@ -150,10 +148,12 @@ class CompiledStep(AutomaticStep):
 
     def run(self, batch: Any, batch_idx: int) -> Any:
         extra = (batch_idx,) if self.takes_index else ()
-        # As the optimizers' own hook does, before an asynchronous save's weights change.
-        self.fit.saves.finish_copies()
-        for states in self.states:
-            states.refresh()
+        # The graph calls no hook of an optimizer, such as that of an asynchronous save.
+        self.fit.saves.before_step()
+        for optimizer, traced in zip(self.optimizers, self.traced, strict=True):
+            # A rollback replaces groups and states.
+            traced.param_groups = optimizer.param_groups
+            traced.state.refresh()
         self.hooks.current = "training_step"
         with self.rates:
             try:
@@ -246,7 +246,7 @@ class States:
         self.by_id = {id(parameter): state for parameter, state in optimizer.state.items()}
 
     def refresh(self) -> None:
-        """Follows entries that were added or replaced since the last step, such as by a rollback."""
+        """Follows entries that were added or replaced since the last step."""
         states, known = self._optimizer.state, self.by_id
         if len(states) != len(known) or not all(map(operator.is_, states.values(), known.values())):
             self.by_id = {id(parameter): state for parameter, state in states.items()}
@@ -256,7 +256,7 @@ class States:
         return self.by_id[place] if place in self.by_id else self._optimizer.state[parameter]
 
 
-def traceable(optimizer: Optimizer, states: States) -> Any:
+def traceable(optimizer: Optimizer) -> Any:
     """Returns an object with the optimizer's groups, state and methods, which torch.compile traces like any other code.
 
     Of an optimizer itself, it reads gradients from before the step, and its `step` breaks the graph.
@@ -266,7 +266,7 @@ def traceable(optimizer: Optimizer, states: States) -> Any:
         own = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
         methods |= {name: inspect.unwrap(value) if inspect.isfunction(value) else value for name, value in own.items()}
     traced = type(type(optimizer).__name__, (), methods)()
-    vars(traced).update(vars(optimizer), state=states)
+    vars(traced).update(vars(optimizer), state=States(optimizer))
     return traced
 
 

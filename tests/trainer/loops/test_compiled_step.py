@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from same import same_weights
+from safetensors.torch import load_file
+from same import differences, same_weights, weights_of
 from samples import labeled
 from torch import Tensor, nn, optim
 from torch._dynamo.utils import counters
@@ -97,6 +98,62 @@ def test_optimizers_of_torch_are_traced(kind: str, quiet: Any) -> None:
     Trainer(max_steps=3, **quiet).fit(modules[0], loader())
     Trainer(max_steps=3, compile=TRACED, **quiet).fit(modules[1], loader())
     assert apart(*modules) < 2e-6 and apart(modules[0], Net()) > 1e-4
+
+
+class LoadsItsOwnState(Callback):
+    """Replaces the optimizer's groups and states in the middle of a fit, as a rollback does."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            [optimizer] = trainer.optimizers
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_groups_that_are_replaced_keep_their_schedule(quiet: Any) -> None:
+    """Learning rates of the groups before would stay what they were."""
+    modules = [Net(schedule=lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 2, 0.5)) for _ in range(2)]
+    for module, compiles in zip(modules, (None, TRACED), strict=True):
+        Trainer(max_steps=8, compile=compiles, callbacks=LoadsItsOwnState(), **quiet).fit(module, loader())
+    assert apart(*modules) < 2e-6 and apart(modules[0], Net()) > 1e-4
+
+
+class Unfreezes(Callback):
+    """Trains the first layer from the fourth step on."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.first.requires_grad_(False)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        pl_module.first.requires_grad_(trainer.global_step >= 3)
+
+
+@pytest.mark.parametrize("make", [sgd, optim.AdamW])
+def test_a_layer_that_is_unfrozen_begins_to_train(make: Any, quiet: Any) -> None:
+    modules = Net(make), Net(make)
+    for module, compiles in zip(modules, (None, TRACED), strict=True):
+        Trainer(max_steps=8, compile=compiles, callbacks=Unfreezes(), **quiet).fit(module, loader())
+    assert apart(*modules) < 2e-6 and apart(modules[0].first, Net().first) > 1e-4
+
+
+class Recorded(Callback):
+    """Keeps a copy of the weights after each step."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, Tensor]] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        self.weights[trainer.global_step] = weights_of(pl_module)
+
+
+def test_asynchronous_saves_hold_the_weights_of_their_step(quiet: Any, tmp_path: Path) -> None:
+    recorded, saves = Recorded(), ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, asynchronous=True)
+    arguments = {**quiet, "enable_checkpointing": True, "callbacks": [recorded, saves]}
+    Trainer(max_steps=8, compile=TRACED, **arguments).fit(Net(), loader())
+    files = sorted(tmp_path.rglob("model.safetensors"))
+    assert len(files) == 8
+    for file in files:
+        step = int(file.parent.name.partition("step=")[2])
+        assert not differences(dict(sorted(load_file(file).items())), dict(sorted(recorded.weights[step].items())))
 
 
 class Muon(Net):
