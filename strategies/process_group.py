@@ -169,12 +169,12 @@ class GroupRanks(Ranks):
     def default_backend(self) -> str:
         """The backend of the process group if none is given.
 
-        The GPU's own is the one registered with torch for its type, such as nccl for cuda. gloo serves CPU tensors:
-        offloaded gradients, and tensors that a user gathers. The group lasts as long as the process, so gloo is
-        included even if only a later run needs it.
+        A GPU has the one that is registered with torch for its type, such as nccl for cuda; XLA has none. gloo serves
+        CPU tensors: offloaded gradients, and tensors that a user gathers. The group lasts as long as the process, so
+        gloo is included even if only a later run needs it.
         """
         kind = self.device.type
-        backend = dist.get_default_backend_for_device(kind)
+        backend = dist.Backend.default_device_backend_map.get(kind, "gloo")
         return "gloo" if backend == "gloo" else f"cpu:gloo,{kind}:{backend}"
 
     def use_device(self) -> None:
