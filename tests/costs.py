@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -193,9 +194,6 @@ def fitted(steps: Steps, folder: str, everything: bool = False, scheduler: bool 
     from leyden.callbacks import TQDMProgressBar
     from leyden.trainer.loops import loader_timer
 
-    # Batches are timed until a clock says that it is enough.
-    loader_timer.MIN_SECONDS = math.inf
-
     class Tiny(overhead.tiny(everything)):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
@@ -213,7 +211,9 @@ def fitted(steps: Steps, folder: str, everything: bool = False, scheduler: bool 
         from leyden.strategies import MeshStrategy
 
         options["strategy"] = MeshStrategy(tp=2, plan={"net.0": "colwise", "net.2": "rowwise"})
-    Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **options).fit(Tiny(), steps.loader())
+    # Batches are timed until a clock says that it is enough.
+    with patch.object(loader_timer, "MIN_SECONDS", math.inf):
+        Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **options).fit(Tiny(), steps.loader())
 
 
 def evaluated(steps: Steps, folder: str) -> None:
