@@ -11,6 +11,7 @@ FOLDER/POINT/NUMBER.pt.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import random
@@ -261,6 +262,23 @@ class ManualNet(Net):
         return [first, SGD(self.other.parameters(), 0.1, momentum=0.9)], [ExponentialLR(first, 0.97)]
 
 
+class CompiledNet(Net):
+    """Reports, and records the order of samples, before the step, which is one graph of torch.compile."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        plan.reach("training_step")
+        self.order.append([self.current_epoch, batch_idx, *batch["id"].tolist()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = cross_entropy(self.net(batch["x"]), batch["y"])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", loss, on_epoch=True, on_step=False, reduce_fx="max")
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        plan.reach("train_epoch_end")
+
+
 class CombinedNet(Net):
     """Trains on batches from two loaders, of which the shorter one starts over."""
 
@@ -311,6 +329,13 @@ class HookReporter(Callback):
         plan.reach(f"{self.when}_sanity_check_start")
 
 
+class OutsideReporter(HookReporter):
+    """Reports no hook that would run inside a compiled step."""
+
+    on_after_backward = Callback.on_after_backward  # type: ignore[assignment]
+    on_before_optimizer_step = Callback.on_before_optimizer_step  # type: ignore[assignment]
+
+
 def save_every(steps: int) -> ModelCheckpoint:
     return ModelCheckpoint(every_n_train_steps=steps, save_top_k=2)
 
@@ -349,7 +374,8 @@ def run_of(module: TrainModule, train: Any, **arguments: Any) -> Callable[[Path]
             "digest_every_n_steps": 1,
             **arguments,
         }
-        callbacks = [HookReporter(0), *settings.pop("callbacks", [save_every(1)]), HookReporter(300)]
+        reporter = OutsideReporter if "compile" in settings else HookReporter
+        callbacks = [reporter(0), *settings.pop("callbacks", [save_every(1)]), reporter(300)]
         trainer = Trainer(
             accelerator="cpu",
             default_root_dir=folder,
@@ -424,6 +450,12 @@ SCENARIOS: dict[str, Callable[[], Callable[[Path], tuple[Trainer, TrainModule, A
     ),
     "manual": lambda: run_of(
         ManualNet(), DataLoader(Samples(), BATCH, shuffle=True), accumulate_grad_batches=1, gradient_clip_val=None
+    ),
+    "compiled step": lambda: run_of(
+        CompiledNet(),
+        DataLoader(Samples(), BATCH, shuffle=True),
+        accumulate_grad_batches=1,
+        compile={"backend": "eager"},
     ),
     "steps": lambda: run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True), max_epochs=-1, max_steps=7),
     "stream, steps": lambda: run_of(Net("plateau"), DataLoader(Stream(), BATCH), max_epochs=-1, max_steps=6),
@@ -527,8 +559,10 @@ def chain(scenario: str, root: Path, point: str) -> list[int]:
 def main() -> None:
     scenario, root, *points = sys.argv[1:]
     torch.set_num_threads(1)
-    # The first optimizer imports 800 modules of torch: import them once, before the forks.
+    # The first optimizer imports 800 modules of torch, and a compiled step as many: import them before the forks.
     AdamW([torch.zeros(1)])
+    if scenario == "compiled step":
+        importlib.import_module("leyden.trainer.loops.compiled_step")
     codes = {point: chain(scenario, Path(root), point) for point in points}
     Path(root, "codes.json").write_text(json.dumps(codes))
 

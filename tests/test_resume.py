@@ -60,6 +60,7 @@ SCENARIOS = (
     *("shuffle", "infrequent saves", "saved every epoch", "workers", "persistent workers", "seeded samples in workers"),
     *("sampler", "generator", "stateful loader", "stream", "limited stream", "limited", "16-mixed", "monitored"),
     *("plateau by epoch", "manual", "steps", "stream, steps", "combined", "reloaded", "growing windows"),
+    "compiled step",
 )
 ASYNCHRONOUS_KILLS = (
     "KILL@before_write:2",  # in the thread that writes

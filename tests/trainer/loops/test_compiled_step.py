@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import Callback, CSVLogger, GradNormMonitor, LearningRateMonitor, ModelCheckpoint, WeightAveraging
+from leyden.trainer.profilers import SimpleProfiler
 
 TRACED = {"backend": "aot_eager"}
 """Traces the graph as for inductor, and runs it without generating code."""
@@ -224,6 +225,34 @@ def test_a_resumed_run_ends_with_the_same_bits_and_changes_its_mind_about_compil
     assert same_weights(whole, run("resumed", "step", folder))
     assert apart(whole, run("on", "step", other)) < 1e-5
     assert apart(eager, run("off", None, folder)) < 1e-5
+
+
+def test_a_profiler_times_the_graph_as_the_training_step(quiet: Any) -> None:
+    profiler = SimpleProfiler()
+    Trainer(max_steps=3, compile=TRACED, profiler=profiler, **quiet).fit(Net(), loader())
+    assert len(profiler.durations["training_step"]) == 3
+
+
+class Dropping(Net):
+    """Draws random numbers in the graph."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.last(F.dropout(torch.tanh(self.first(batch[0])), 0.3)), batch[1])
+
+
+def test_random_numbers_of_the_graph_are_resumed(tmp_path: Path, quiet: Any) -> None:
+    def run(seed: int, steps: int, ckpt_path: Path | None = None) -> Net:
+        module = Dropping()
+        torch.manual_seed(seed)
+        arguments = {**quiet, "enable_checkpointing": True, "compile": "step", "max_steps": steps}
+        checkpoint = ModelCheckpoint(tmp_path / str(steps), "{step}", every_n_train_steps=5)
+        Trainer(callbacks=checkpoint, **arguments).fit(module, loader(), ckpt_path=ckpt_path)
+        return module
+
+    whole = run(1, 10)
+    run(1, 5)
+    [folder] = (tmp_path / "5").glob("step=5*")
+    assert same_weights(whole, run(2, 10, folder)) and not same_weights(whole, run(2, 10))
 
 
 class Printing(Net):
