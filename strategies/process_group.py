@@ -105,10 +105,9 @@ class GroupRanks(Ranks):
         ranks_differ = given and len(plan) != environment.local_world_size
         nodes_differ = (given or self.num_nodes > 1) and self.num_nodes != environment.num_nodes
         if ranks_differ or nodes_differ:
-            variable = "SLURM_STEP_NUM_TASKS" if environment.starter == "slurm" else "WORLD_SIZE"
             raise ConfigurationError(
                 f"{environment.starter} started {environment.world_size} ranks ({environment.local_world_size} on this "
-                f"machine, from the environment's {variable}), but the Trainer was given devices="
+                f"machine, from the environment's {environment.size_variable}), but the Trainer was given devices="
                 f"{len(plan) if given else devices!r} × num_nodes={self.num_nodes}. Leave both out to use these ranks, "
                 "or use strategy='single_device' to run in this process alone."
             )

@@ -1,4 +1,4 @@
-"""Reads this process's rank from the variables of torchrun, SLURM or Leyden's launchers."""
+"""Reads this process's rank from the variables of torchrun, SLURM, submitit or Leyden's launchers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class RankEnvironment:
         world_size: number of ranks on all machines.
         local_world_size: number of ranks on this machine.
         node_rank: index of this machine.
-        starter: launcher of the process: "torchrun", "slurm", "script", "spawn", "fork", the class name of a
-            ClusterEnvironment, or "hand" if only the four variables that torch itself needs are set.
+        starter: launcher of the process: "torchrun", "slurm", "submitit" (its local executor), "script", "spawn",
+            "fork", the class name of a ClusterEnvironment, or "hand" if only the four variables that torch itself needs
+            are set.
         address: host and port of rank 0. None if torch's own variables hold them.
     """
 
@@ -54,6 +55,11 @@ class RankEnvironment:
     node_rank: int = 0
     starter: str = "torchrun"
     address: tuple[str, int] | None = None
+
+    @property
+    def size_variable(self) -> str:
+        """The variable from which the number of ranks was read, for messages."""
+        return {"slurm": "SLURM_STEP_NUM_TASKS", "submitit": "SUBMITIT_LOCAL_NTASKS"}.get(self.starter, "WORLD_SIZE")
 
     @property
     def num_nodes(self) -> int:
@@ -94,6 +100,8 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
         raise ConfigurationError(
             "the environment sets LOCAL_RANK and WORLD_SIZE, but not RANK. Start ranks with torchrun."
         )
+    if environ.get("SUBMITIT_EXECUTOR") == "local":
+        return _submitit_environment(environ)
     return _slurm_environment(environ)
 
 
@@ -137,6 +145,43 @@ def _slurm_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
     return RankEnvironment(
         *(rank, local_rank, size, size // nodes, _number(environ, "SLURM_NODEID", 0)), "slurm", (host, port)
     )
+
+
+def _submitit_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
+    """Reads the rank of a task of submitit's local executor. Its tasks on a cluster are tasks of srun."""
+    size = _number(environ, "SUBMITIT_LOCAL_NTASKS", 1)
+    if size == 1:
+        return None
+    rank, port = _number(environ, "SUBMITIT_LOCAL_GLOBALID"), port_of(environ.get("SUBMITIT_LOCAL_JOB_ID", ""))
+    address = "127.0.0.1", _number(environ, "MASTER_PORT", port)
+    return RankEnvironment(rank, rank, size, size, 0, "submitit", address)
+
+
+def submitit_signal(environ: Mapping[str, str] | None = None) -> int | None:
+    """Returns the signal that preempts a job of submitit, whose handler requeues the job; None outside of submitit.
+
+    Args:
+        environ: the environment variables. Default: those of this process.
+
+    Example:
+        >>> submitit_signal({"SUBMITIT_EXECUTOR": "slurm"}) == signal.SIGUSR2
+        True
+        >>> submitit_signal({}) is None
+        True
+    """
+    environ = os.environ if environ is None else environ
+    if "SUBMITIT_EXECUTOR" not in environ:
+        return None
+    number: int | None = getattr(signal, f"SIG{environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}", None)
+    return number
+
+
+def submitit_handles(number: int) -> bool:
+    """Returns True if this process is a task of submitit itself, with its handler of a signal.
+
+    False in a program that a task has started, which inherits the variables without the handlers.
+    """
+    return submitit_signal() is not None and callable(signal.getsignal(number))
 
 
 def first_host(nodes: str) -> str:

@@ -179,10 +179,10 @@ def _this(environment: RankEnvironment) -> str:
 
 
 def _fix(environment: RankEnvironment) -> str:
-    if environment.starter == "slurm":
+    if environment.starter in ("slurm", "submitit"):
         return (
-            "The number of ranks comes from srun's variables (SLURM_PROCID, SLURM_STEP_NUM_TASKS). Check the output of "
-            "the other tasks."
+            f"The number of ranks comes from the variable {environment.size_variable} of {environment.starter}. Check "
+            "the output of the other tasks."
         )
     names = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
     values = " ".join(f"{name}={os.environ[name]}" for name in names)

@@ -1,4 +1,4 @@
-"""The end of a preempted run: its grace period, its exit code, and its return to SLURM's queue."""
+"""The end of a preempted run: its grace period, its exit code, and its return to the queue of SLURM or submitit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from leyden.core.environment import submitit_signal
 from leyden.core.rank_zero import inform, warn
 from leyden.launch.leaving import note_exit
 
@@ -68,7 +69,10 @@ class Departure:
             self._thread.join(0.1)
 
     def leave(self) -> None:
-        """Records the exit code for the launcher, and requeues a SLURM job. Only the first call has an effect."""
+        """Records the exit code for the launcher, and has a job requeued. Only the first call has an effect.
+
+        `scontrol` requeues a job of SLURM. submitit requeues its jobs itself, once its handler gets its signal back.
+        """
         preemption, received = self._preemption, self._signals.preempting
         if preemption is None or received is None:
             return
@@ -77,8 +81,12 @@ class Departure:
                 return
             self._has_left = True
             note_exit(preemption.exit_code)
-            job = job_of_slurm()
-            if job is not None and preemption.requeues(received) and self._ranks.is_global_zero:
+            job, submitits = job_of_slurm(), submitit_signal()
+            if not preemption.requeues(received) or not self._ranks.is_global_zero:
+                return
+            if submitits is not None:
+                self._signals.owe(submitits)
+            elif job is not None:
                 requeue(job)
 
     # the thread -------------------------------------------------------------------------------------------------------
@@ -125,7 +133,7 @@ class Departure:
         print(f"leyden: the grace period of {grace:g} s has ended ({where}). {outcome}", file=sys.stderr, flush=True)
         self.leave()
         self._release()
-        os._exit(exit_code)
+        os._exit(self._signals.settle(exit_code))
 
 
 def job_of_slurm(environ: Mapping[str, str] | None = None) -> str | None:

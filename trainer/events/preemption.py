@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
+from leyden.core.environment import submitit_handles, submitit_signal
 from leyden.core.errors import ConfigurationError
 
 # Windows has no SIGUSR1.
@@ -31,13 +32,15 @@ class Preemption:
     ignored. Under an Accelerator, your own loop saves when `check_preemption` tells it to.
 
     Args:
-        signals: one or several signals that announce the preemption, as numbers or names such as "SIGUSR1".
+        signals: one or several signals that announce the preemption, as numbers or names such as "SIGUSR1". In a job of
+            submitit, its signal is added, and the default leaves SIGTERM to submitit, which ignores it.
         grace_period: time from the signal to the end, in seconds or as a timedelta. If the run is not saved by then, it
             ends anyway, with the same exit code, and the next start continues from the previous checkpoint. None waits
             for the step and the save without a limit.
         exit_code: the exit status. 75 means "try again" in sysexits.h.
         requeue: whether to requeue a SLURM job with `scontrol requeue`. None requeues after every signal except
-            SIGTERM: `scancel` sends SIGTERM to end a job, and so does SLURM before it requeues a job itself.
+            SIGTERM: `scancel` sends SIGTERM to end a job, and so does SLURM before it requeues a job itself. A job of
+            submitit is requeued by submitit.
         should_preempt: a function called every `poll_every` seconds by one thread on each machine. Once it returns
             True, the run is preempted. For clouds that announce the end of a spot machine at an address.
         poll_every: seconds between two calls of `should_preempt`.
@@ -82,9 +85,14 @@ class Preemption:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The signals, as numbers."""
+        """The signals, as numbers, in this process."""
         assert isinstance(self.signals, tuple)
-        return tuple(int(number) for number in self.signals)
+        numbers, submitits = [int(number) for number in self.signals], submitit_signal()
+        if submitits is not None:
+            numbers.append(submitits)
+            if self.signals == DEFAULT_SIGNALS and submitit_handles(signal.SIGTERM):
+                numbers.remove(signal.SIGTERM)
+        return tuple(dict.fromkeys(numbers))
 
     @property
     def grace(self) -> float | None:
@@ -94,7 +102,10 @@ class Preemption:
 
     def requeues(self, number: int) -> bool:
         """Returns True if a job that ends on this signal is requeued."""
-        return number != signal.SIGTERM if self.requeue is None else self.requeue
+        if self.requeue is None:
+            # submitit may be told to use SIGTERM itself.
+            return number != signal.SIGTERM or number == submitit_signal()
+        return self.requeue
 
 
 def preemption_from(value: object, resumes: bool) -> Preemption | None:

@@ -6,10 +6,12 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Collection, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from leyden.core.environment import submitit_handles
 from leyden.launch.leaving import raise_quietly
 
 NOTICE = 0
@@ -28,7 +30,8 @@ class Signals:
     Args:
         preempting: signals that preempt the run; see `Preemption`.
         exit_code: the exit status of a preempted run.
-        ending: signals that shut the run down cleanly, without preempting it.
+        ending: signals that shut the run down cleanly, without preempting it. In a task of submitit SIGTERM does not
+            count: SLURM also sends it ahead of the signal that preempts, so submitit ignores it.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Signals:
         """The first signal that this rank received, with several ranks; None without one."""
         self.came_at: float | None = None
         """The `time.monotonic` time at which this rank received its first signal; None without one."""
+        ending = [number for number in ending if number != signal.SIGTERM or not submitit_handles(number)]
         self.kinds = tuple(dict.fromkeys((*ending, *preempting, NOTICE)))
         """The signals to catch, the same on all ranks. If several arrive together, the first in this order counts."""
         self._none = (False,) * len(self.kinds)
@@ -54,6 +58,8 @@ class Signals:
         """The handlers that this object replaced, by signal."""
         self._pid = 0
         self._is_given_up = False
+        self._owed: int | None = None
+        """The signal to raise for its original handler once the run has ended; None without one."""
 
     def caught_on(self, ranks: int) -> Signals:
         """Returns this object, as the context of a run on the given number of ranks."""
@@ -61,7 +67,7 @@ class Signals:
         return self
 
     def __enter__(self) -> Signals:
-        self.received = self.interruption = self.pending = self.came_at = None
+        self.received = self.interruption = self.pending = self.came_at = self._owed = None
         # Read here and not in `__init__`: a rank may have been forked in between.
         self._pid = os.getpid()
         if threading.current_thread() is threading.main_thread():
@@ -84,6 +90,33 @@ class Signals:
         if late is not None and late != NOTICE and self.received is None and kind is None:
             # The signal came too late for the ranks to agree on it. Send it again, to the original handler.
             os.kill(os.getpid(), late)
+        elif self._owed is not None and callable(signal.getsignal(self._owed)):
+            signal.raise_signal(self._owed)
+
+    def owe(self, number: int) -> None:
+        """Raises a signal for its original handler when the run has ended, which may be the end of the process."""
+        self._owed = number
+
+    def settle(self, otherwise: int) -> int:
+        """Calls the original handler of the signal that is owed, from a thread of a process that is about to end.
+
+        Args:
+            otherwise: the exit code if nothing is owed.
+
+        Returns:
+            The code with which the process has to exit.
+        """
+        handler = None if self._owed is None else self._previous.get(self._owed)
+        if not callable(handler):
+            return otherwise
+        try:
+            handler(self._owed, None)
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else otherwise
+        except Exception:
+            traceback.print_exc()
+            return 1
+        return otherwise
 
     def give_up(self) -> None:
         """Stops catching signals: the next one goes to the original handler.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from leyden.core.environment import STARTED_IN
+from leyden.core.environment import STARTED_IN, submitit_handles, submitit_signal
 from leyden.core.errors import ConfigurationError
 from leyden.core.tree import map_tensors
 from leyden.data.rng import rng_state, set_rng_state
@@ -41,7 +41,13 @@ def start_ranks(
         The value that `on_rank` returned on rank 0. Never returns if the method is "script": the process exits with
         the status of its ranks.
     """
-    method = ranks.start_method
+    method, submitits = ranks.start_method, submitit_signal()
+    if submitits is not None and submitit_handles(submitits) and (method == "script" or preemption is not None):
+        raise ConfigurationError(
+            f"the Trainer would start {ranks.local_size} ranks in one task of submitit, which preempts and requeues "
+            f"only its own tasks: have it start one for each rank, with executor.update_parameters(tasks_per_node="
+            f"{ranks.local_size}), and leave out devices."
+        )
     if method == "script":
         from leyden.launch.elastic import SAVING
         from leyden.launch.script import machines_of, run_ranks
