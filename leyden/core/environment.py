@@ -176,12 +176,13 @@ def submitit_signal(environ: Mapping[str, str] | None = None) -> int | None:
     return number
 
 
-def submitit_handles(number: int) -> bool:
-    """Returns True if this process is a task of submitit itself, with its handler of a signal.
+def is_submitit_task() -> bool:
+    """Returns True if submitit started this process and handles its signals.
 
     False in a program that a task has started, which inherits the variables without the handlers.
     """
-    return submitit_signal() is not None and callable(signal.getsignal(number))
+    number = submitit_signal()
+    return number is not None and callable(signal.getsignal(number))
 
 
 def first_host(nodes: str) -> str:

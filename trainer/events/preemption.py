@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
-from leyden.core.environment import submitit_handles, submitit_signal
+from leyden.core.environment import is_submitit_task, submitit_signal
 from leyden.core.errors import ConfigurationError
 
 # Windows has no SIGUSR1.
@@ -90,7 +90,7 @@ class Preemption:
         numbers, submitits = [int(number) for number in self.signals], submitit_signal()
         if submitits is not None:
             numbers.append(submitits)
-            if self.signals == DEFAULT_SIGNALS and submitit_handles(signal.SIGTERM):
+            if self.signals == DEFAULT_SIGNALS and is_submitit_task():
                 numbers.remove(signal.SIGTERM)
         return tuple(dict.fromkeys(numbers))
 

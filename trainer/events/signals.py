@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from leyden.core.environment import submitit_handles
+from leyden.core.environment import is_submitit_task
 from leyden.launch.leaving import raise_quietly
 
 NOTICE = 0
@@ -46,7 +46,8 @@ class Signals:
         """The first signal that this rank received, with several ranks; None without one."""
         self.came_at: float | None = None
         """The `time.monotonic` time at which this rank received its first signal; None without one."""
-        ending = [number for number in ending if number != signal.SIGTERM or not submitit_handles(number)]
+        if is_submitit_task():
+            ending = [number for number in ending if number != signal.SIGTERM]
         self.kinds = tuple(dict.fromkeys((*ending, *preempting, NOTICE)))
         """The signals to catch, the same on all ranks. If several arrive together, the first in this order counts."""
         self._none = (False,) * len(self.kinds)

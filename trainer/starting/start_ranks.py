@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from leyden.core.environment import STARTED_IN, submitit_handles, submitit_signal
+from leyden.core.environment import STARTED_IN, is_submitit_task
 from leyden.core.errors import ConfigurationError
 from leyden.core.tree import map_tensors
 from leyden.data.rng import rng_state, set_rng_state
@@ -40,9 +40,12 @@ def start_ranks(
     Returns:
         The value that `on_rank` returned on rank 0. Never returns if the method is "script": the process exits with
         the status of its ranks.
+
+    Raises:
+        ConfigurationError: if ranks cannot be started from this process; names the fix.
     """
-    method, submitits = ranks.start_method, submitit_signal()
-    if submitits is not None and submitit_handles(submitits) and (method == "script" or preemption is not None):
+    method = ranks.start_method
+    if is_submitit_task() and (method == "script" or preemption is not None):
         raise ConfigurationError(
             f"the Trainer would start {ranks.local_size} ranks in one task of submitit, which preempts and requeues "
             f"only its own tasks: have it start one for each rank, with executor.update_parameters(tasks_per_node="
