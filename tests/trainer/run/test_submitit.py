@@ -9,13 +9,14 @@ import re
 import stat
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from programs import run_program
-from ranks.world import run_world
+from ranks.world import free_port, run_world
 
 from leyden import ConfigurationError, Trainer
 from leyden.core.environment import RankEnvironment, rank_environment
@@ -133,7 +134,7 @@ def whole(folder: Path, request: pytest.FixtureRequest) -> tuple[list[int], byte
     [
         (1, {"rank 0, step 3": ["SIGUSR2"]}),
         # Ranks agree on the signal, whichever of them gets it.
-        (2, {"rank 1, step 3": ["SIGUSR2"]}),
+        (2, {"rank 1, step 2": ["SIGUSR2"]}),
         pytest.param(
             2,
             {f"rank {rank}, step {step}": ["SIGTERM", "SIGUSR2"] for rank in (0, 1) for step in (2, 7)},
@@ -185,9 +186,9 @@ class Task:
         self.paths.folder.mkdir()
         call.dump(self.paths.submitted_pickle)
 
-    def start(self, signals: Mapping[str, list[str]]) -> tuple[int, str]:
+    def start(self, signals: Mapping[str, list[str]], **variables: str) -> tuple[int, str]:
         """Runs the task, as srun does; returns its exit code and output."""
-        environ = {**self.environ, "SIGNALS": json.dumps(signals)}
+        environ = {**self.environ, **variables, "SIGNALS": json.dumps(signals)}
         done = run_program(["-m", "submitit.core._submit", self.paths.folder], environ=environ)
         return done.returncode, done.stdout + done.stderr
 
@@ -226,6 +227,27 @@ def test_a_job_on_slurm_is_requeued_once_and_by_submitit(
     code, output = task.start(signals)
     assert code == 0, output
     assert task.requeued() == ["requeue 4712 preempted"] and trained(folder) == whole
+
+
+@pytest.mark.parametrize("whole", [2], indirect=True)
+def test_tasks_of_srun_agree_and_only_the_first_requeues(
+    task: Task, folder: Path, whole: tuple[list[int], bytes]
+) -> None:
+    from project import Fit
+
+    task.submit(Fit(), resume="auto")
+
+    def start_both(signals: Mapping[str, list[str]]) -> list[int]:
+        step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+        step |= {"MASTER_PORT": str(free_port())}
+        with ThreadPoolExecutor() as pool:
+            places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
+            return [code for code, _ in pool.map(lambda place: task.start(signals, **step, **place), places)]
+
+    assert start_both({"rank 1, step 1": ["SIGTERM", "SIGUSR2"]}) == [255, 75]
+    assert task.requeued() == ["requeue 4712 preempted"]
+    assert start_both({}) == [0, 0]
+    assert trained(folder, 0) == trained(folder, 1) == whole
 
 
 def test_an_accelerators_loop_is_requeued_by_submitit(task: Task, folder: Path) -> None:
