@@ -37,7 +37,8 @@ SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SAVING = 600.0
 """Those seconds for ranks that save before they exit and set no grace period of their own."""
 
-
+FAREWELL = 10.0
+"""Seconds that an agent waits for the others after a preemption. Their ranks have saved, and are ending too."""
 MEETING_SECONDS = 900
 """Seconds that machines wait for each other."""
 
@@ -188,7 +189,7 @@ def run_engine(
     with tries() as tried, Watchdog(config.nproc_per_node, say, sees_all=config.max_nodes == 1) as watchdog:
         # Only the ranks of a single machine can be restarted, to try a smaller size.
         alone = {**gloo_on_loopback(), **tried.variables()} if is_alone else {}
-        with _as_agent({**alone, **watchdog.variables(), **variables}, folder), _further_signals():
+        with _as_agent({**alone, **watchdog.variables(), **variables}, folder), _further_signals(), _farewell(notes):
             while True:
                 try:
                     elastic_launch(config, program)(*arguments)
@@ -213,6 +214,28 @@ def run_engine(
                 # A script that has succeeded has caught its KeyboardInterrupt.
                 left_with = notes.code()
                 return 0 if left_with in (None, INTERRUPTED) else left_with
+
+
+@contextlib.contextmanager
+def _farewell(notes: ExitNotes) -> Iterator[None]:
+    """Shortens torch's wait of 300 s for the other agents once the ranks have left together, as after a preemption.
+
+    An agent that received the signal itself does not come to this barrier, and the wait ignores signals.
+    """
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
+    wait: Callable[[Any], None] = SimpleElasticAgent._exit_barrier
+
+    def wait_for_others(agent: Any) -> None:
+        if notes.code() is not None:
+            agent._exit_barrier_timeout = FAREWELL
+        wait(agent)
+
+    SimpleElasticAgent._exit_barrier = wait_for_others  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SimpleElasticAgent._exit_barrier = wait  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
