@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from leyden.core.devices import find_device, find_devices, parse_devices
-from leyden.core.environment import is_interactive, rank_environment
+from leyden.core.environment import check_launched, is_interactive, rank_environment
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.lazy import lazy_name
 from leyden.core.ported import ported
@@ -194,6 +194,8 @@ def _auto_strategy(accelerator: str, devices: Any, num_nodes: int) -> str:
         wanted = parse_devices(devices)
         count = len(wanted) if isinstance(wanted, list) else wanted or 1
         return "ddp" if environment.world_size * count * num_nodes > 1 else "single_device"
+    if num_nodes == 1:
+        check_launched()
     if len(find_devices(accelerator, devices)) * num_nodes == 1:
         return "single_device"
     return "ddp_notebook" if is_interactive() else "ddp"

@@ -27,7 +27,7 @@ from leyden.core.devices import (
     shows_one,
     with_index,
 )
-from leyden.core.environment import DEVICE_IN_USE, RankEnvironment, rank_environment
+from leyden.core.environment import DEVICE_IN_USE, RankEnvironment, check_launched, check_one_rank, rank_environment
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.tree import map_tensors
 from leyden.launch.failure import LEAVE, FirstFailure, end_with_parent, ended_after, leave_stdin_to_rank_0
@@ -100,8 +100,11 @@ class GroupRanks(Ranks):
         if plan[0].type == "mps":
             raise ConfigurationError("Several ranks need accelerator='cpu', since MPS has one device.")
         if environment is None:
+            if self.num_nodes == 1:
+                check_launched()
             self.devices = plan
             return
+        check_one_rank(environment, len(plan) if given or plan[0].type != "cpu" else 1)
         ranks_differ = given and len(plan) != environment.local_world_size
         nodes_differ = (given or self.num_nodes > 1) and self.num_nodes != environment.num_nodes
         if ranks_differ or nodes_differ:

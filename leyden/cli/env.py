@@ -11,6 +11,7 @@ import sys
 import click
 
 from leyden.checkpoint.format.secrets import masked_text, masked_value
+from leyden.cli.launch.cluster_variables import VARIABLES, cluster_variables
 from leyden.cli.settings.machine import this_machine
 from leyden.cli.settings.settings import found_file
 from leyden.core.devices import runtime_of
@@ -25,7 +26,10 @@ SHOWN = (
     *("LEYDEN_", "NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "OMP_", "CUDA_VISIBLE", "MASTER_"),
     *("SLURM_STEP_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"),
 )
-SHOWN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "XDG_CACHE_HOME")
+SHOWN_NAMES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "XDG_CACHE_HOME"),
+    *(name for names in VARIABLES.values() for name in names),
+)
 
 
 @click.command("env")
@@ -86,12 +90,14 @@ def _machine() -> list[tuple[str, str]]:
     if not machine.gpus:
         rows.append(("GPUs", "none that torch sees"))
     rows.append(("srun", shutil.which("srun") or "none"))
+    cluster = [f"{key} {text} ({name})" for key, (name, text) in cluster_variables(os.environ).items()]
+    rows.append(("cluster", ", ".join(cluster) or "no variables of one"))
     return rows
 
 
 def _variables() -> list[tuple[str, str]]:
     return [
-        (name, masked_value(name, value))
+        (name, masked_value(name, " ".join(value.split("\n"))))
         for name, value in sorted(os.environ.items())
         if name.startswith(SHOWN) or name in SHOWN_NAMES
     ]

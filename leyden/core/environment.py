@@ -26,6 +26,8 @@ CLUSTER = "LEYDEN_CLUSTER"
 """Class name of the ClusterEnvironment that set torch's variables."""
 AGENT = "LEYDEN_AGENT"
 """Process ID of the agent. A rank checks it to see whether its agent is still alive."""
+MACHINES = ("PET_NNODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM")
+"""Variables for a job's number of machines: those of torchrun, which Kubeflow sets, of SkyPilot and of dstack."""
 DEVICE_IN_USE = (
     "A GPU is already initialized in this process, so it cannot be forked. Restart the kernel and touch no GPU before "
     "fit (no tensor.cuda(), no torch.cuda.is_available() or other device query), or use strategy='ddp_spawn'."
@@ -103,6 +105,50 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     if environ.get("SUBMITIT_EXECUTOR") == "local":
         return _submitit_environment(environ)
     return _slurm_environment(environ)
+
+
+def check_launched(environ: Mapping[str, str] | None = None) -> None:
+    """Raises if a cluster started this process on several machines, and no launcher made it a rank.
+
+    Args:
+        environ: the environment variables. Default: those of this process.
+
+    Raises:
+        ConfigurationError: names the launchers. Without it, each machine would train on its own.
+
+    Example:
+        >>> check_launched({"PET_NNODES": "1"})
+    """
+    environ = os.environ if environ is None else environ
+    for name in MACHINES:
+        most = environ.get(name, "").rpartition(":")[2]
+        if most.isdigit() and int(most) > 1:
+            raise ConfigurationError(
+                f"{name}={environ[name]}: a cluster started this script on several machines, but no launcher made it a "
+                "rank, so each machine would train on its own. Start it with `leyden launch`, which reads the "
+                f"cluster's variables, or with torchrun. To run on this machine alone, unset {name}, or use "
+                "strategy='single_device'."
+            )
+
+
+def check_one_rank(found: RankEnvironment, devices: int, environ: Mapping[str, str] | None = None) -> None:
+    """Raises if RANK counts machines, as in a PyTorchJob, and this machine should run several ranks.
+
+    Args:
+        found: this process's rank. Only one without LOCAL_RANK is checked.
+        devices: the ranks that this machine should run, as far as its devices and the arguments tell.
+        environ: the environment variables. Default: those of this process.
+    """
+    environ = os.environ if environ is None else environ
+    wanted = environ.get("PET_NPROC_PER_NODE", "")
+    count = max(devices, int(wanted) if wanted.isdigit() else 1)
+    if found.starter == "hand" and count > 1:
+        raise ConfigurationError(
+            f"the environment sets RANK={found.rank} of WORLD_SIZE={found.world_size} without LOCAL_RANK, which means "
+            f"one rank on each machine, but this machine should run {count}. In a PyTorchJob, RANK counts pods: start "
+            "the script with `leyden launch` or torchrun, which start the ranks of each pod. For one rank on each "
+            "machine, use devices=1, and no PET_NPROC_PER_NODE above 1."
+        )
 
 
 def _torch_environment(environ: Mapping[str, str]) -> RankEnvironment:

@@ -44,8 +44,8 @@ def machines_of(num_nodes: int) -> Machines:
         raise ConfigurationError(
             f"num_nodes={num_nodes}: start the script on each machine with NODE_RANK (0 to {num_nodes - 1}), "
             f"MASTER_ADDR and MASTER_PORT (of machine 0) in its environment"
-            f"{', which lacks ' + ' and '.join(missing) if missing else ''}; or use torchrun "
-            f"--nnodes={num_nodes} or srun."
+            f"{', which lacks ' + ' and '.join(missing) if missing else ''}; or use `leyden "
+            f"launch`, torchrun --nnodes={num_nodes} or srun."
         )
     node_rank = int(values["NODE_RANK"])
     if node_rank >= num_nodes:

@@ -17,6 +17,7 @@ Leyden = Callable[..., "subprocess.CompletedProcess[str]"]
 def clean_environ(folder: Path) -> dict[str, str]:
     """Returns the current environment without variables of launchers, with the cache in `folder`."""
     prefixes = ("LEYDEN_", "SLURM_", "RANK", "LOCAL_", "WORLD_", "MASTER_", "HF_HOME", "PYTEST_")
+    prefixes += ("PET_", "SKYPILOT_", "DSTACK_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     paths = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
     return {

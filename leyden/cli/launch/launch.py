@@ -13,6 +13,7 @@ import click
 from leyden.checkpoint.format.secrets import masked_words
 from leyden.cli.configuration import stages
 from leyden.cli.launch import agent, preflight
+from leyden.cli.launch.cluster_variables import pairs, read_key, with_cluster
 from leyden.cli.launch.plan import ElasticOptions, LaunchPlan, planned_for, resolve
 from leyden.cli.settings.keys import FAMILIES, TOP, ConfigKey, read_section
 from leyden.cli.settings.machine import this_machine
@@ -28,6 +29,13 @@ KINDS = {
     "tpu": ("XLA", "Run on TPUs with XLA."),
 }
 """Flags that set distributed_type, each with the value and its help."""
+TORCHRUN = {
+    "num_machines": "nnodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+}
+"""torchrun's names of flags."""
 
 
 class KeyType(click.ParamType):  # type: ignore[type-arg]
@@ -44,6 +52,8 @@ class KeyType(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
+            if self.key.name == "num_machines":
+                return read_key("num_machines", "num_machines", value)
             return read_section((self.key,), {self.key.name: value})[self.key.name]
         except ConfigurationError as error:
             self.fail(str(error).partition(": ")[2], param, ctx)
@@ -102,8 +112,9 @@ def _flag(key: ConfigKey, title: str) -> Flag:
     name, help = key.flag or key.name, key.help or key.without
     if not key.name.startswith(tuple(name.removesuffix("config") for name in FAMILIES)) and key.kind is bool:
         return Flag([f"--{name}/--no_{name}", key.name], title, default=None, help=help)
-    older = [f"--{other}" for other in key.older if other.startswith(("fsdp_", "fp8_"))]
-    return Flag([f"--{name}", *older, key.name], title, type=KeyType(key), help=help)
+    other = [f"--{other}" for other in key.older if other.startswith(("fsdp_", "fp8_"))]
+    other += [f"--{TORCHRUN[name]}"] if name in TORCHRUN else []
+    return Flag([f"--{name}", *other, key.name], title, type=KeyType(key), help=help)
 
 
 def _switch(name: str, help: str) -> click.Option:
@@ -122,6 +133,11 @@ OPTIONS: list[click.Parameter] = [
     *(_switch(name, help) for name, (_, help) in KINDS.items()),
     _switch("use_parallelism_config", "Has no effect: the sizes of the axes decide."),
     click.Option(
+        ["--nproc_per_node"],
+        metavar="number|auto|cpu|gpu",
+        help="Ranks on each machine, as for torchrun: auto takes its GPUs, else its CPUs.",
+    ),
+    click.Option(
         ["--rdzv_endpoint", "endpoint"], metavar="HOST:PORT", help="Where machines meet, instead of at a main machine."
     ),
     click.Option(["--rdzv_id"], help="Name of the rendezvous, if several jobs share an endpoint."),
@@ -129,7 +145,7 @@ OPTIONS: list[click.Parameter] = [
         ["--rdzv_conf"],
         default="",
         metavar="KEY=VALUE,…",
-        callback=lambda ctx, param, text: _pairs(text),
+        callback=lambda ctx, param, text: pairs("--rdzv_conf", text),
         help="Further settings of the rendezvous.",
     ),
     click.Option(
@@ -171,6 +187,7 @@ def run(
     module: bool,
     no_python: bool,
     preflight_timeout: float,
+    nproc_per_node: str | None,
     **flags: Any,
 ) -> int:
     """Reads the settings, makes the plan, shows it and runs it."""
@@ -181,8 +198,8 @@ def run(
     elastic = _elastic(flags)
     given = _given(flags)
     below = _file(file, alone=bool(given.get("use_cpu", False)))
-    settings = given.over(below)
     machine = this_machine()
+    settings, elastic = with_cluster(given, below, elastic, nproc_per_node, machine, os.environ)
     if dry_run:
         machine = planned_for(settings, machine)
     plan = resolve(settings, elastic, machine, str(below.source or "flags"))
@@ -246,13 +263,6 @@ def _file(file: str | None, *, alone: bool) -> Settings:
     return settings
 
 
-def _pairs(text: str) -> dict[str, str]:
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    if not all(equals and name.strip() for name, equals, _ in pairs):
-        raise ConfigurationError(f"--rdzv_conf {text}: give KEY=VALUE, separated by commas.")
-    return {name.strip(): value.strip() for name, _, value in pairs}
-
-
 def _preflight(plan: LaunchPlan, timeout: float) -> None:
     if plan.machines == 1 or plan.rank is not None or not timeout or plan.backend not in ("static", "c10d"):
         return
@@ -268,8 +278,8 @@ command = Launch(
     "launch",
     callback=run,
     params=OPTIONS,
-    help="Run SCRIPT with its ARGUMENTS on all ranks of this machine, or of several.\n\nFlags override the file, which "
-    "overrides the defaults. Words in a flag are joined by _ or -.",
+    help="Run SCRIPT with its ARGUMENTS on all ranks of this machine, or of several.\n\nFlags override a cluster's "
+    "variables, these the file, and the file the defaults. Words in a flag are joined by _ or -.",
     context_settings={
         "allow_interspersed_args": False,
         "help_option_names": ["-h", "--help"],

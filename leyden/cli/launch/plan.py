@@ -126,6 +126,8 @@ class LaunchPlan:
         source = f"{settings.source}{settings.origin and f' ({settings.origin})'}"
         found = [("file", source if settings.source else "none: flags and defaults")]
         found += [("read as", note) for note in settings.notes]
+        if settings.variables:
+            found += [("environment", ", ".join(settings.variables))]
         found += [
             ("ranks", f"{ranks} on {where}, {self.accelerator}, {self.threads} thread{'s' * (self.threads > 1)} each")
         ]

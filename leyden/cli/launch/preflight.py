@@ -86,7 +86,7 @@ def check(facts: Facts, machines: int, address: str, port: int, timeout: float, 
     """
     server = _listen(facts, machines, address, port)
     if server is None:
-        _visit(facts, address, port, timeout)
+        _visit(facts, address, port, timeout, say)
         return
     guests: list[_Guest] = []
     with closing(server):
@@ -184,9 +184,10 @@ def _answer(guests: list[_Guest], wrong: str) -> None:
             guest.connection.recv(1)
 
 
-def _visit(facts: Facts, address: str, port: int, timeout: float) -> None:
+def _visit(facts: Facts, address: str, port: int, timeout: float, say: Callable[[str], None]) -> None:
     """Connects to the main machine, trying again until it listens."""
     end = time.monotonic() + timeout
+    announced = False
     line = json.dumps(asdict(facts)).encode() + b"\n"
     while True:
         try:
@@ -198,10 +199,14 @@ def _visit(facts: Facts, address: str, port: int, timeout: float) -> None:
                 reply: dict[str, Any] = json.loads(_line(there))
                 break
         except socket.gaierror as error:
-            raise ConfigurationError(
-                f"{facts.name} does not know the host {address!r} ({error.strerror}): give the main machine's IP "
-                "address."
-            ) from error
+            # Kubernetes publishes a pod's name when it starts the pod.
+            unknown = f"{facts.name} does not know the host {address!r} ({error.strerror})"
+            if time.monotonic() > end:
+                raise ConfigurationError(f"{unknown}: give the main machine's IP address.") from error
+            if not announced:
+                say(f"{unknown}: trying again for up to {timeout:.0f} s")
+                announced = True
+            time.sleep(0.2)
         except (OSError, ValueError) as error:
             if time.monotonic() > end:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -65,6 +65,7 @@ class Settings:
         source: the file they were read from.
         origin: a remark about that file, if the user did not name it.
         notes: how older keys were interpreted.
+        variables: a cluster's environment variables that override the file, as NAME=value.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class Settings:
     source: Path | None = None
     origin: str = ""
     notes: list[str] = field(default_factory=list)
+    variables: list[str] = field(default_factory=list)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns a value of the top level, or `default` if it is open.
