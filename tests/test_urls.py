@@ -1,4 +1,4 @@
-"""URLs where a path is expected: every argument refuses them, before a run and before anything is written."""
+"""URLs where a path is expected: what cannot take one refuses it, before a run and before anything is written."""
 
 from __future__ import annotations
 
@@ -38,6 +38,15 @@ def fitted() -> Trainer:
     return trainer
 
 
+READS: dict[str, Callable[[Any], Any]] = {
+    "fit": lambda url: Trainer(**QUIET).fit(Squares(NET), [torch.ones(1, 2)], ckpt_path=url),
+    "test": lambda url: Trainer(**QUIET).test(Squares(NET), [torch.ones(1, 2)], ckpt_path=url),
+    "TrainModule.load_from_checkpoint": TrainModule.load_from_checkpoint,
+    "DataModule.load_from_checkpoint": DataModule.load_from_checkpoint,
+    "merge": lambda url: merge(url, "model.safetensors"),
+    "load_state": lambda url: Accelerator(cpu=True).load_state(url),
+}
+"""These also take the URL of a checkpoint in a bucket."""
 CALLS: dict[str, Callable[[Any], Any]] = {
     "Trainer": lambda url: Trainer(default_root_dir=url),
     "ModelCheckpoint": ModelCheckpoint,
@@ -58,18 +67,12 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "ProfileKwargs": lambda url: ProfileKwargs(output_trace_dir=url),
     "DeepSpeedStrategy": lambda url: DeepSpeedStrategy(stage=3, offload_parameters="nvme", nvme_path=url),
     "DeepSpeedStrategy, config": lambda url: DeepSpeedStrategy(config=url),
-    "fit": lambda url: Trainer(**QUIET).fit(Squares(NET), [torch.ones(1, 2)], ckpt_path=url),
-    "test": lambda url: Trainer(**QUIET).test(Squares(NET), [torch.ones(1, 2)], ckpt_path=url),
     "save_checkpoint": lambda url: fitted().save_checkpoint(url),
-    "TrainModule.load_from_checkpoint": TrainModule.load_from_checkpoint,
-    "DataModule.load_from_checkpoint": DataModule.load_from_checkpoint,
     "to_onnx": lambda url: Squares(NET).to_onnx(url, torch.ones(1, 2)),
-    "merge": lambda url: merge(url, "model.safetensors"),
     "project_dir": lambda url: ProjectConfiguration(project_dir=url),
     "logging_dir": lambda url: ProjectConfiguration(logging_dir=url),
     "Accelerator": lambda url: Accelerator(project_dir=url),
     "save_state": lambda url: Accelerator(cpu=True).save_state(url),
-    "load_state": lambda url: Accelerator(cpu=True).load_state(url),
     "save_model": lambda url: Accelerator(cpu=True).save_model(NET, url),
     "save": lambda url: Accelerator(cpu=True).save({}, url),
 }
@@ -84,13 +87,21 @@ def test_a_url_is_refused(name: str, url: Any, tmp_path: Path, monkeypatch: pyte
     assert not [path for path in tmp_path.iterdir() if ":" in path.name]
 
 
+@pytest.mark.parametrize("url", ["https://host/run", "file:///tmp/run", Path(URL)], ids=str)
+@pytest.mark.parametrize("name", READS)
+def test_a_url_that_is_in_no_bucket_is_refused(
+    name: str, url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"(s3|file|https):/.* is a URL"):
+        READS[name](url)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        ("checkpoint", "ls", URL),
-        ("checkpoint", "verify", URL),
-        ("checkpoint", "show", URL),
-        ("merge", URL, "out.safetensors"),
+        ("merge", "memory://bucket/one", URL),
         ("bisect", URL, "."),
         ("replay", URL, "--step", "1"),
         ("convert", URL),

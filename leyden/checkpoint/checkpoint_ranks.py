@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
+from leyden.checkpoint.format.bucket import BucketPath, place_of
 from leyden.checkpoint.format.errors import OtherRankError
 from leyden.strategies.base import Strategy
 
@@ -42,12 +42,12 @@ class CheckpointRanks:
     def __init__(
         self,
         strategy: Strategy | None = None,
-        path: str | os.PathLike[str] = "checkpoint",
+        path: str | os.PathLike[str] | BucketPath = "checkpoint",
         each_node: bool = False,
     ) -> None:
         together = strategy is not None and strategy.ranks.is_joined and strategy.ranks.world_size > 1
         self._ranks = strategy.ranks if strategy is not None and together else None
-        self.path = Path(path)
+        self.path = place_of(path, "path")
         self._failed = False
         """An error has been reported, or could not be: exchange nothing more."""
         self.rank = 0 if self._ranks is None else self._ranks.global_rank

@@ -43,7 +43,8 @@ def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_pref
         >>> merge(path, path.parent, module_prefix="net").name
         'model.safetensors'
     """
-    reader, target = CheckpointReader(path), Path(os.path.abspath(local_path(out, "out")))
+    target = Path(os.path.abspath(local_path(out, "out")))
+    reader = CheckpointReader(path)
     if target.is_dir() or os.fspath(out).endswith(("/", os.sep)):
         target = target / "model.safetensors"
     if target.suffix != ".safetensors":

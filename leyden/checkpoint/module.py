@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from leyden.checkpoint.foreign import ForeignWeights
+from leyden.checkpoint.format.bucket import place_of
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.format.manifest import KEPT
 from leyden.checkpoint.frozen import FrozenPart, digests_of
@@ -95,8 +96,10 @@ def load_datamodule(
 
 
 def _open(path: str | Path, trust: bool, weights_only: bool | None) -> CheckpointReader | ForeignWeights:
-    path = Path(local_path(path, "checkpoint_path"))
-    return ForeignWeights(path, trust, weights_only) if path.is_file() else CheckpointReader(path)
+    place = place_of(path, "checkpoint_path")
+    if isinstance(place, Path) and place.is_file():
+        return ForeignWeights(place, trust, weights_only)
+    return CheckpointReader(place)
 
 
 def _device(map_location: Any) -> Any:

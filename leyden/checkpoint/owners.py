@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
+from leyden.checkpoint.format.bucket import Place
 from leyden.checkpoint.format.errors import blame
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.saved_state import SavedState
@@ -79,7 +79,7 @@ class Unclaimed:
     """
 
     def __init__(
-        self, file: str | Path, states: Mapping[str, Any], owners: Owners, needed: Collection[str] = ()
+        self, file: str | Place, states: Mapping[str, Any], owners: Owners, needed: Collection[str] = ()
     ) -> None:
         self._file, self._owners = file, owners
         with blame(file):

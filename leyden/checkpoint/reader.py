@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.codec import Classes, decode
 from leyden.checkpoint.format.errors import CheckpointError, NoCheckpointError, blame
 from leyden.checkpoint.format.manifest import (
@@ -40,7 +40,6 @@ from leyden.checkpoint.format.tensors import (
     part_names,
 )
 from leyden.core.errors import ConfigurationError, nearest
-from leyden.core.paths import local_path
 from leyden.core.saved_state import SavedState
 
 _MAX_JSON = 2**31
@@ -53,7 +52,7 @@ class CheckpointReader:
     """Reads one checkpoint: the manifest immediately, everything else on demand.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or its URL in a bucket.
 
     Raises:
         CheckpointError: from every method, if a file is missing, damaged or invalid; names the file.
@@ -74,14 +73,11 @@ class CheckpointReader:
         ({'seen': {1, 2}}, {'global_step': 3})
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = staging.standing(Path(local_path(path, "path")))
+    def __init__(self, path: str | os.PathLike[str] | BucketPath) -> None:
+        place = place_of(path, "path")
+        self.path = place if isinstance(place, BucketPath) else staging.standing(place)
         self.weights_file = self.path / LAYOUT
-        if not self.path.is_dir():
-            what = "is a file, but a checkpoint is a folder" if self.path.exists() else "does not exist"
-            raise CheckpointError(self.path, f"{what}. Read files of other trainers with load_foreign.")
-        if not any((self.path / name).exists() for name in (MANIFEST, LAYOUT, PROGRESS)):
-            raise NoCheckpointError(self.path, _not_a_checkpoint(self.path))
+        _check_is_checkpoint(self.path)
         self.manifest: Manifest = read_manifest(self.path)
         # For each file the indices of the chunks that have been verified.
         self._verified: dict[str, set[int]] = {name: set() for name in self.manifest.files}
@@ -415,7 +411,9 @@ def _find_named_alike(parameters: Mapping[str, Tensor]) -> FindSharded | None:
 
 
 def open_verified(
-    path: str | os.PathLike[str], ranks: CheckpointRanks, ahead: Callable[[CheckpointReader], None] | None = None
+    path: str | os.PathLike[str] | BucketPath,
+    ranks: CheckpointRanks,
+    ahead: Callable[[CheckpointReader], None] | None = None,
 ) -> CheckpointReader:
     """Opens a checkpoint on several ranks, each of which verifies a part. Either all ranks raise, or none does.
 
@@ -446,9 +444,21 @@ def open_verified(
     return readers[0]
 
 
-def _not_a_checkpoint(folder: Path) -> str:
+def _check_is_checkpoint(place: Place) -> None:
+    """Raises CheckpointError for anything but the folder of a checkpoint, damaged or not."""
+    try:
+        if any((place / name).is_file() for name in (MANIFEST, LAYOUT, PROGRESS)):
+            return
+        if place.is_dir():
+            raise NoCheckpointError(place, _not_a_checkpoint([path.name for path in place.iterdir()]))
+        what = "is a file, but a checkpoint is a folder" if place.exists() else "does not exist"
+    except OSError as error:
+        raise CheckpointError(place, f"cannot be read: {error}.") from error
+    raise CheckpointError(place, f"{what}. Read files of other trainers with load_foreign.")
+
+
+def _not_a_checkpoint(names: list[str]) -> str:
     """Returns the error's words for a folder that is not a checkpoint: what it is instead, and what to do."""
-    names = os.listdir(folder)
     if not names:
         return "is an empty folder. Pass the folder of a checkpoint."
     if any(name.startswith(("random_states_", "pytorch_model", "optimizer.bin")) for name in names):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from leyden.checkpoint.format.bucket import Place
 from leyden.checkpoint.format.errors import blame, naming
 from leyden.checkpoint.format.manifest import OPTIMIZERS
 from leyden.checkpoint.optimizers import check_named, from_named, parameter_names, to_named
@@ -49,7 +49,7 @@ class StepStates:
         }
         writer.state(SCHEDULERS, states)
 
-    def check(self, file: Path, states: Any, optimizers: int, advice: str) -> None:
+    def check(self, file: Place, states: Any, optimizers: int, advice: str) -> None:
         """Raises if the states are of other schedulers, or if the numbers differ. Changes nothing.
 
         Args:
@@ -100,7 +100,7 @@ class StepStates:
         self.take(states, optimizers, reader.path / OPTIMIZERS, reader.path / f"{SCHEDULERS}.json")
 
     def take(
-        self, states: Mapping[str, Any], optimizers: Sequence[dict[str, Any]], of_optimizers: Path, file: Path
+        self, states: Mapping[str, Any], optimizers: Sequence[dict[str, Any]], of_optimizers: Place, file: Place
     ) -> None:
         """Loads states that have already been read.
 

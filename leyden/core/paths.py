@@ -1,4 +1,4 @@
-"""Paths that users pass: local ones, with `~` expanded; URLs are refused, since no part of Leyden writes to one.
+"""Paths that users pass: local ones, with `~` expanded; URLs are refused, since Leyden writes to none.
 
 And existing files of a run's folder, which may come from elsewhere: links and special files are refused. A link would
 lead a resume, which truncates the files that it continues, to a file outside of the folder. Opening a FIFO would wait
@@ -37,8 +37,8 @@ def local_path(path: str | os.PathLike[str], name: str) -> str:
     text = os.path.expanduser(os.fspath(path))
     if _URL.match(text):
         raise ConfigurationError(
-            f"{name}={text!r} is a URL, and Leyden reads and writes only local and mounted folders. Mount the storage "
-            "(s3fs, gcsfuse and rclone do), or pass a local path and copy the files yourself."
+            f"{name}={text!r} is a URL, and this takes only local and mounted folders. Mount the storage (s3fs, "
+            "gcsfuse and rclone do), or pass a local path and copy the files yourself."
         )
     return text
 

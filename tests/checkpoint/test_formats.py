@@ -100,9 +100,9 @@ def test_load_state_reads_optimizer_state_once_and_fills_weights_in_place(
     read: Counter[str] = Counter()
     read_exactly = CheckedFile._read_exactly
 
-    def counting(self: CheckedFile, views: list[memoryview], offset: int) -> None:
+    def counting(self: CheckedFile, part: Any, views: list[memoryview], offset: int) -> None:
         read[self.path.name] += sum(map(len, views))
-        read_exactly(self, views, offset)
+        read_exactly(self, part, views, offset)
 
     monkeypatch.setattr(CheckedFile, "_read_exactly", counting)
     loading.load_state(path)

@@ -228,10 +228,10 @@ def find_newest(folder: str) -> tuple[str, list[str], int, list[str]]:
     read = 0
     read_exactly = safefile.CheckedFile._read_exactly
 
-    def counting(self: Any, views: list[memoryview], offset: int) -> None:
+    def counting(self: Any, part: Any, views: list[memoryview], offset: int) -> None:
         nonlocal read
         read += sum(map(len, views))
-        read_exactly(self, views, offset)
+        read_exactly(self, part, views, offset)
 
     ranks = CheckpointRanks(strategy, folder)
     with warnings.catch_warnings(record=True) as caught:

@@ -66,10 +66,10 @@ def counting() -> Iterator[dict[str, int]]:
     """Counts the bytes read from safetensors files."""
     plain, count = safefile.CheckedFile._read_exactly, {"bytes": 0}
 
-    def exactly(self: Any, views: list[memoryview], offset: int) -> None:
+    def exactly(self: Any, part: Any, views: list[memoryview], offset: int) -> None:
         if self.path.suffix == ".safetensors":
             count["bytes"] += sum(map(len, views))
-        plain(self, views, offset)
+        plain(self, part, views, offset)
 
     safefile.CheckedFile._read_exactly = exactly  # type: ignore[method-assign]
     yield count

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from leyden.checkpoint.format.bucket import place_of
 from leyden.core.errors import ConfigurationError, nearest
-from leyden.core.paths import local_path
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.saved.checkpoint_folders import checkpoint_callbacks
 
@@ -46,7 +46,7 @@ class Goal:
         if self.weights_only not in (None, True, False):
             raise ConfigurationError(f"weights_only={self.weights_only!r}: use True, False or None.")
         if self.path is not None:
-            local_path(self.path, "ckpt_path")
+            place_of(self.path, "ckpt_path")
 
     @property
     def continues(self) -> bool:

@@ -15,6 +15,7 @@ from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.folder import newest_reader
 from leyden.checkpoint.foreign import OPTIMIZERS, ForeignWeights
 from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.errors import CheckpointError, blame
 from leyden.checkpoint.format.manifest import MANIFEST, PROGRESS
 from leyden.checkpoint.hugging_face import HuggingFaceFolder
@@ -88,6 +89,8 @@ def open_reader(run: Run, goal: Goal, folder: str | None) -> tuple[Reader | None
             return None, "from scratch (there is no checkpoint yet)"
         return _opened(newest, goal, strategy.data_size)
     path = _path_of(goal)
+    if isinstance(path, BucketPath):
+        return _opened(open_verified(path, ranks, ahead), goal, strategy.data_size)
     if path.is_file():
         weights = ForeignWeights(path, goal.trust, goal.weights_only)
         return weights, _description_of_file(weights, goal, is_fit, strategy.ranks.is_global_zero)
@@ -111,7 +114,7 @@ def _needs_whole_optimizers(strategy: Strategy, goal: Goal) -> bool:
     return strategy.replicates and not strategy.drives_one and "optimizers" in goal.parts
 
 
-def _description(reader: CheckpointReader, path: Path, goal: Goal, data_size: int) -> str:
+def _description(reader: CheckpointReader, path: Place, goal: Goal, data_size: int) -> str:
     """Returns a description of a checkpoint, for the user."""
     progress = progress_of(reader)
     if goal.parts == {"weights"}:
@@ -207,9 +210,11 @@ def _newest(
     return found
 
 
-def _path_of(goal: Goal) -> Path:
+def _path_of(goal: Goal) -> Place:
     assert goal.path is not None
-    path = Path(os.path.expanduser(os.fspath(goal.path)))
+    path = place_of(goal.path, "ckpt_path")
+    if isinstance(path, BucketPath):
+        return path
     if not os.path.lexists(staging.standing(path)) and path.name == str(goal.path):
         raise CheckpointError(
             path, f"does not exist, and is not a special value of ckpt_path. {nearest(path.name, WORDS)}"
@@ -278,9 +283,10 @@ def rollback_paths_after(path: Path, reader: Reader | None) -> list[Path]:
 def continued_path(identity: Identity, reader: Reader | None, goal: Goal) -> Path | None:
     """Returns the path of the checkpoint if the fit restores all parts of it and it is this run's own, else None.
 
-    A checkpoint is the run's own if "auto" would accept it, or if `same_run` is given.
+    A checkpoint is the run's own if "auto" would accept it, or if `same_run` is given. One in a bucket is none that a
+    rollback returns to.
     """
-    if not isinstance(reader, CheckpointReader) or goal.parts != frozenset(PARTS):
+    if not isinstance(reader, CheckpointReader) or goal.parts != frozenset(PARTS) or not isinstance(reader.path, Path):
         return None
     before = Identity.read(reader)
     if before is None or any(difference.counts for difference in identity.differences(before)):

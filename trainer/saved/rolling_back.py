@@ -99,7 +99,7 @@ def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
         run.strategy.check_trained()
     if loop is not None:
         loop.pass_over(further_batches)
-    return reader.path
+    return Path(str(reader.path))
 
 
 def _check_place(run: Run) -> None:

@@ -255,6 +255,8 @@ class Versions:
             place, saved = (found.get("folder"), found.get("run")) if isinstance(found, dict) else (None, None)
             if not isinstance(place, str) or not isinstance(saved, str) or "\0" in place:
                 raise CheckpointError(reader.path / f"{RECORD}.json", "does not name the folder of a run.")
+            if not isinstance(reader.path, Path):
+                return None
             folder = Path(os.path.realpath(os.path.join(os.path.realpath(reader.path.parent), place)))
             name: int | str = folder.name if folder.parent == Path(os.path.realpath(self.root)) else ""
         else:

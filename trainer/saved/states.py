@@ -17,6 +17,7 @@ from torch import Tensor
 from leyden.callbacks.base import Callback
 from leyden.checkpoint.buffers import Buffers
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.format.bucket import Place
 from leyden.checkpoint.format.codec import class_names, known_classes
 from leyden.checkpoint.format.errors import blame
 from leyden.checkpoint.format.manifest import KEPT
@@ -54,7 +55,7 @@ class UserStates:
         self._module, self._datamodule = run.module, run.datamodule
         self._callbacks, self._hooks = run.callbacks, run.hooks
         self._user: dict[str, Any] | None = None
-        self._file = Path("user.json")
+        self._file: Place = Path("user.json")
         self._saved: list[Unclaimed] = []
 
     # saving -----------------------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ class UserStates:
             saved.nested("datamodule", {})
         self._user = user
 
-    def read_callbacks(self, reader: CheckpointReader, like: Any, own: Any, own_file: Path) -> bool:
+    def read_callbacks(self, reader: CheckpointReader, like: Any, own: Any, own_file: Place) -> bool:
         """Reads the states of callbacks, and has each callback check its own.
 
         Args:
@@ -199,7 +200,7 @@ class UserStates:
                 found[key] = found.pop(former)
         return found
 
-    def take_lightning(self, file: Path, loaded: dict[str, Any], callbacks: Mapping[str, Any]) -> None:
+    def take_lightning(self, file: Place, loaded: dict[str, Any], callbacks: Mapping[str, Any]) -> None:
         """Uses a `.ckpt` of Lightning in place of `read` and `read_callbacks`.
 
         Args:
@@ -256,7 +257,7 @@ class UserStates:
             callback.weights_loaded()
 
 
-def _unclaimed(file: Path, states: Any, callbacks: Mapping[str, Callback]) -> Unclaimed:
+def _unclaimed(file: Place, states: Any, callbacks: Mapping[str, Callback]) -> Unclaimed:
     with blame(file):
         saved = SavedState(states)
         for key in callbacks:

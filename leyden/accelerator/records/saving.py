@@ -17,6 +17,7 @@ from leyden.accelerator.records.tracking import LoggerTracker
 from leyden.accelerator.settings.plugins import AUTOMATIC
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
+from leyden.checkpoint.format.bucket import Place, place_of
 from leyden.checkpoint.format.errors import CheckpointError, blame, naming
 from leyden.checkpoint.lock import FolderLock
 from leyden.checkpoint.owners import (
@@ -77,7 +78,7 @@ class StateHooks:
         hooks[handle.id] = hook
         return handle
 
-    def run_before_load(self, models: list[nn.Module], folder: Path) -> list[nn.Module]:
+    def run_before_load(self, models: list[nn.Module], folder: Place) -> list[nn.Module]:
         """Calls the hooks of a load and returns the models left for Leyden to load."""
         remaining = list(models)
         for hook in self.before_load.values():
@@ -120,7 +121,7 @@ def check_load_arguments(given: Mapping[str, Any] | None, strict: bool, map_loca
     return strict and bool((given or {}).get("strict", True))
 
 
-def _check_same_folder(accelerator: Accelerator, name: str, path: Path) -> None:
+def _check_same_folder(accelerator: Accelerator, name: str, path: Place) -> None:
     """Raises ConfigurationError if ranks name different folders: they write and read one checkpoint together."""
     found = accelerator.strategy.ranks.differing(str(path))
     if found:
@@ -317,7 +318,7 @@ def _remove_old(folder: Path, limit: int | None) -> None:
 
 
 # loading --------------------------------------------------------------------------------------------------------------
-def checkpoint_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Path | None:
+def checkpoint_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Place | None:
     """Returns the checkpoint to load: the given one, or the newest complete one in the automatic folder.
 
     With `resume="auto"`, prints which one it is, and returns None if there is none yet.
@@ -326,9 +327,9 @@ def checkpoint_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[st
         CheckpointError: if there is none, without `resume="auto"`.
     """
     if input_dir is not None:
-        path = Path(local_path(input_dir, "input_dir"))
-        _check_same_folder(accelerator, "load_state", path)
-        return path
+        place = place_of(input_dir, "input_dir")
+        _check_same_folder(accelerator, "load_state", place)
+        return place
     config, resumes = accelerator.project_configuration, accelerator.options.resumes
     if not config.automatic_checkpoint_naming and not resumes:
         raise ConfigurationError(
@@ -378,7 +379,7 @@ def load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, str
     path = checkpoint_to_load(accelerator, input_dir)
     if path is None:
         return
-    if is_folder(path):
+    if isinstance(path, Path) and is_folder(path):
         if not trust:
             raise CheckpointError(
                 path,

@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from leyden.checkpoint.format.bucket import Place
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.paths import local_path
 
@@ -128,7 +129,7 @@ class ProjectConfiguration:
         names = (f"checkpoint_{number}" for number in itertools.count(self.iteration))
         return next(name for name in names if not os.path.lexists(self.checkpoint_folder / name))
 
-    def continue_after(self, path: Path) -> None:
+    def continue_after(self, path: Place) -> None:
         """Continues the numbering after a checkpoint, if it was named automatically."""
         named = AUTOMATIC.fullmatch(path.name)
         if named is not None:

@@ -6,8 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from leyden.core.errors import ConfigurationError, LeydenError, StateError
+
+if TYPE_CHECKING:
+    from leyden.checkpoint.format.bucket import BucketPath
 
 # Errors that code raises on unexpected input. LeydenError is a subclass of one of them, but already explains itself.
 _MISFITS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError)
@@ -21,13 +25,13 @@ class CheckpointError(LeydenError):
         reason: the problem and how to fix it, worded to follow the path.
 
     Attributes:
-        path: the file or folder, as a `Path`.
+        path: the file or folder, as a `Path`; as a `BucketPath` in a bucket.
         reason: the argument of that name.
     """
 
-    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
-        super().__init__(f"{os.fspath(path)}: {reason}")
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str] | BucketPath, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = Path(path) if isinstance(path, (str, os.PathLike)) else path
         self.reason = reason
 
 
@@ -61,16 +65,16 @@ class UnsupportedStateError(ConfigurationError, TypeError):
 
 
 @contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+def naming(path: str | os.PathLike[str] | BucketPath) -> Iterator[None]:
     """Adds the file's path to a ConfigurationError in the block, which is about state that does not fit the run."""
     try:
         yield
     except ConfigurationError as error:
-        raise ConfigurationError(f"{os.fspath(path)}: {error}") from error
+        raise ConfigurationError(f"{path}: {error}") from error
 
 
 @contextmanager
-def blame(path: str | os.PathLike[str], where: str = "") -> Iterator[None]:
+def blame(path: str | os.PathLike[str] | BucketPath, where: str = "") -> Iterator[None]:
     """Turns any error that a file's content causes in the block into a CheckpointError that names file and entry.
 
     Args:

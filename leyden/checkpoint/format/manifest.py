@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from leyden.checkpoint.format.bucket import BucketPath, Place
 from leyden.checkpoint.format.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -32,6 +33,7 @@ MIN_CHUNK = 4 * 1024
 # A manifest takes at most 70 bytes per 64 MiB chunk, so this is enough for 60 TB.
 _MAX_MANIFEST = 64 * 1024 * 1024
 _KIND = "leyden checkpoint"
+MISSING = "is missing. The checkpoint is damaged: use another one."
 
 
 class Hasher(Protocol):
@@ -254,7 +256,7 @@ def open_inside(folder: Path, name: str) -> tuple[int, int]:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
         descriptor = os.open(real, flags)
     except FileNotFoundError as error:
-        raise CheckpointError(path, "is missing. The checkpoint is damaged: use another one.") from error
+        raise CheckpointError(path, MISSING) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(path, f"cannot be opened ({error}).") from error
     status = os.fstat(descriptor)
@@ -264,19 +266,28 @@ def open_inside(folder: Path, name: str) -> tuple[int, int]:
     return descriptor, status.st_size
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """Reads and checks the manifest of a checkpoint.
 
     Raises:
         CheckpointError: if the manifest is missing or damaged.
     """
-    descriptor, size = open_inside(folder, MANIFEST)
-    with os.fdopen(descriptor, "rb") as file:
-        if size > _MAX_MANIFEST:
-            raise CheckpointError(folder / MANIFEST, f"has {size} bytes, too many for a manifest.")
-        try:
-            return Manifest.from_bytes(file.read())
-        except ValueError as error:
-            raise CheckpointError(folder / MANIFEST, f"cannot be trusted: {error}.") from error
-        except OSError as error:
-            raise CheckpointError(folder / MANIFEST, f"cannot be read ({error}).") from error
+    try:
+        data = _bytes_of_manifest(folder)
+        if len(data) > _MAX_MANIFEST:
+            raise CheckpointError(folder / MANIFEST, f"has more than {_MAX_MANIFEST} bytes, too many for a manifest.")
+        return Manifest.from_bytes(data)
+    except ValueError as error:
+        raise CheckpointError(folder / MANIFEST, f"cannot be trusted: {error}.") from error
+    except FileNotFoundError as error:
+        raise CheckpointError(folder / MANIFEST, MISSING) from error
+    except OSError as error:
+        raise CheckpointError(folder / MANIFEST, f"cannot be read ({error}).") from error
+
+
+def _bytes_of_manifest(folder: Place) -> bytes:
+    """Returns the bytes of a manifest, up to one more than it may have."""
+    if isinstance(folder, BucketPath):
+        return (folder / MANIFEST).read_bytes(_MAX_MANIFEST + 1)
+    with os.fdopen(open_inside(folder, MANIFEST)[0], "rb") as file:
+        return file.read(_MAX_MANIFEST + 1)

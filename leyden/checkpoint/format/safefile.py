@@ -17,13 +17,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
 
+from leyden.checkpoint.format.bucket import BucketFile, BucketPath, Place
 from leyden.checkpoint.format.errors import CheckpointError
-from leyden.checkpoint.format.manifest import CHUNK, MIN_CHUNK, SHA256, XXH3, ChunkHasher, FileEntry, open_inside
+from leyden.checkpoint.format.manifest import (
+    CHUNK,
+    MIN_CHUNK,
+    MISSING,
+    SHA256,
+    XXH3,
+    ChunkHasher,
+    FileEntry,
+    open_inside,
+)
 from leyden.checkpoint.format.tensors import NATIVE
 from leyden.checkpoint.format.unflushed import Unflushed
 
@@ -217,11 +227,58 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
+class Readable(Protocol):
+    """Bytes of a file."""
+
+    def read(self, views: list[memoryview], offset: int) -> int:
+        """Reads at least one byte into the first buffers, unless the file has ended. Returns the number of bytes."""
+
+
+class LocalFile:
+    """An open file of this machine.
+
+    Args:
+        descriptor: the file's descriptor, which `close` closes.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._file: BinaryIO = os.fdopen(descriptor, "rb", buffering=0)
+        # Without preadv, a seek and the read after it must not be interrupted by another thread.
+        self._seek_lock = threading.Lock()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def part(self, begin: int, end: int) -> LocalFile:
+        """Returns the file itself, which reads any of its bytes."""
+        return self
+
+    def read(self, views: list[memoryview], offset: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), views, offset)
+        with self._seek_lock:
+            self._file.seek(offset)
+            return int(self._file.readinto(views[0]) or 0)  # type: ignore[attr-defined]
+
+
+def _open(folder: Place, name: str) -> tuple[LocalFile | BucketFile, int]:
+    """Opens a file in a folder. Returns it and its size in bytes."""
+    if not isinstance(folder, BucketPath):
+        descriptor, size = open_inside(folder, name)
+        return LocalFile(descriptor), size
+    try:
+        return folder.open_inside(name)
+    except FileNotFoundError as error:
+        raise CheckpointError(folder / name, MISSING) from error
+    except OSError as error:
+        raise CheckpointError(folder / name, f"cannot be opened ({error}).") from error
+
+
 class CheckedFile:
     """A checkpoint's file that is verified as it is read: every chunk that a read touches is read in full and checked.
 
     Args:
-        folder: the checkpoint's folder.
+        folder: the checkpoint's folder, local or in a bucket.
         name: the name of the file in it.
         entry: the file's manifest entry. None for a file without a manifest, which is not verified.
         verified: the indices of chunks that have been verified. Reads add to this set.
@@ -230,15 +287,12 @@ class CheckedFile:
         CheckpointError: if the file cannot be opened or has the wrong size.
     """
 
-    def __init__(self, folder: Path, name: str, entry: FileEntry | None, verified: set[int] | None = None) -> None:
+    def __init__(self, folder: Place, name: str, entry: FileEntry | None, verified: set[int] | None = None) -> None:
         self.path = folder / name
-        descriptor, self.size = open_inside(folder, name)
-        self._file: BinaryIO = os.fdopen(descriptor, "rb", buffering=0)
+        self._file, self.size = _open(folder, name)
         self._entry = entry
         self._chunk = CHUNK if entry is None else entry.chunk
         self._verified = set[int]() if verified is None else verified
-        # Without preadv, a seek and the read after it must not be interrupted by another thread.
-        self._seek_lock = threading.Lock()
         if entry is not None and entry.size != self.size:
             self._file.close()
             raise CheckpointError(
@@ -286,7 +340,10 @@ class CheckedFile:
     def head(self, tail_of: int = 8) -> tuple[int, bytes]:
         """Returns the length and bytes of a safetensors header. Checks the length before allocating memory."""
         first = bytearray(min(tail_of, self.size))
-        self._read_exactly([memoryview(first)], 0)
+        try:
+            self._read_exactly(self._file, [memoryview(first)], 0)
+        except OSError as error:
+            raise CheckpointError(self.path, f"cannot be read ({error}).") from error
         length = int.from_bytes(first, "little")
         if self.size < tail_of or length > MAX_HEADER or length > self.size - tail_of:
             raise CheckpointError(
@@ -334,14 +391,15 @@ class CheckedFile:
 
     def _read_stretch(self, stretch: _Stretch) -> None:
         """Reads the pieces of a stretch into their buffers. Bytes between them are read only for the checksums."""
+        part = self._file.part(stretch.begin, stretch.end)
         if self._entry is None:
             for offset, view in stretch.pieces:
-                self._read_exactly([view], offset)
+                self._read_exactly(part, [view], offset)
             return
         hasher = ChunkHasher(self._chunk, self._entry.algorithm)
         position = stretch.begin
         for views in stretch.batches():
-            self._read_exactly(views, position)
+            self._read_exactly(part, views, position)
             for view in views:
                 hasher.update(view)
                 position += len(view)
@@ -356,24 +414,16 @@ class CheckedFile:
                 )
         self._verified.update(range(first, -(-stretch.end // self._chunk)))
 
-    def _read_exactly(self, views: list[memoryview], offset: int) -> None:
+    def _read_exactly(self, part: Readable, views: list[memoryview], offset: int) -> None:
         """Fills consecutive buffers with the bytes from `offset` on."""
         remaining = sum(map(len, views))
         while remaining:
-            count = self._read_some(views, offset)
+            count = part.read(views, offset)
             if not count:
                 raise CheckpointError(self.path, "was cut short: it ends before its size. Use another checkpoint.")
             offset, remaining = offset + count, remaining - count
             if remaining:
                 views = _unfilled(views, count)
-
-    def _read_some(self, views: list[memoryview], offset: int) -> int:
-        """Reads at least one byte into the first buffers, unless the file has ended. Returns the number of bytes."""
-        if hasattr(os, "preadv"):
-            return os.preadv(self._file.fileno(), views, offset)
-        with self._seek_lock:
-            self._file.seek(offset)
-            return int(self._file.readinto(views[0]) or 0)  # type: ignore[attr-defined]
 
 
 def _unfilled(views: list[memoryview], count: int) -> list[memoryview]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
+from leyden.checkpoint.format.bucket import Place, place_of
 from leyden.checkpoint.format.errors import CheckpointError, NoCheckpointError, blame
 from leyden.checkpoint.format.manifest import KEPT, LAYOUT, MANIFEST, OPTIMIZERS
 from leyden.checkpoint.format.staging import set_aside
 from leyden.checkpoint.merge import merge
 from leyden.checkpoint.reader import CheckpointReader
-from leyden.core.paths import local_path
 from leyden.core.saved_state import SavedState
 from leyden.core.text import aligned, size_of
 from leyden.trainer.saved.checkpoint_folders import CHECKPOINTS
@@ -33,10 +33,11 @@ def ls(folder: str) -> int:
     FOLDER holds the checkpoints, or one or more runs (version_N). It is the current folder by default. This checks
     manifests and file sizes; `verify` compares every byte.
     """
-    rows, paths = [], _found_in(folder)
+    root = place_of(folder, "FOLDER")
+    rows, paths = [], _found_in(root)
     homes = {path.parent for path in paths}
     for path in paths:
-        name = path.name if len(homes) == 1 else str(path.relative_to(folder))
+        name = path.name if len(homes) == 1 else str(path).removeprefix(f"{root}/")
         try:
             reader = CheckpointReader(path)
             reader.verify_sizes()
@@ -71,7 +72,8 @@ def verify(paths: tuple[str, ...]) -> int:
     """
     wrong = 0
     for given in paths:
-        for path in [Path(given)] if _is_one(given) else _found_in(given) or [Path(given)]:
+        root = place_of(given, "PATHS")
+        for path in [root] if _is_one(root) else _found_in(root) or [root]:
             try:
                 reader = CheckpointReader(path)
                 reader.verify()
@@ -150,31 +152,34 @@ def _section(title: str, values: Mapping[str, Any]) -> None:
         click.echo(f"  {line}")
 
 
-def _is_one(path: str | Path) -> bool:
+def _is_one(path: Place) -> bool:
     """Returns True for a folder that is a checkpoint, even a damaged one."""
-    return any((Path(path) / name).exists() for name in (MANIFEST, LAYOUT))
+    return any((path / name).is_file() for name in (MANIFEST, LAYOUT))
 
 
-def _found_in(folder: str | Path) -> list[Path]:
+def _found_in(root: Place) -> list[Place]:
     """Returns the checkpoints in a folder, or else those in the folders of the runs in it."""
-    root = Path(local_path(folder, "FOLDER"))
     if not root.is_dir():
         raise CheckpointError(root, "is not a folder: give the one that holds the checkpoints, or a run's.")
     if _is_one(root):
         return []
-    homes = [root / CHECKPOINTS, *sorted(root.glob(f"**/version_*/{CHECKPOINTS}"))]
+    homes: list[Place] = [root / CHECKPOINTS]
+    if isinstance(root, Path):
+        homes += sorted(root.glob(f"**/version_*/{CHECKPOINTS}"))
     return _directly_in(root) or [path for home in homes if home.is_dir() for path in _directly_in(home)]
 
 
-def _directly_in(root: Path) -> list[Path]:
+def _sorted(root: Place) -> list[Place]:
+    return sorted(root.iterdir(), key=str)
+
+
+def _directly_in(root: Place) -> list[Place]:
     """Returns the checkpoints in a folder by name, damaged ones included; those that a killed overwrite set aside come
     first.
 
     Links such as "last" are left out: the checkpoints they point at are listed.
     """
-    aside = [path for path, _ in set_aside(root)]
+    aside: list[Place] = [path for path, _ in set_aside(root)] if isinstance(root, Path) else []
     return aside + [
-        path
-        for path in sorted(root.iterdir())
-        if not path.is_symlink() and not path.name.startswith(".") and _is_one(path)
+        path for path in _sorted(root) if not path.is_symlink() and not path.name.startswith(".") and _is_one(path)
     ]

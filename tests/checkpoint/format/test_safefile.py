@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,9 +80,9 @@ def test_verify_unread_skips_chunks_already_read(tmp_path: Path, monkeypatch: py
     read: list[tuple[int, int]] = []
     exactly = CheckedFile._read_exactly
 
-    def record_read(self: CheckedFile, views: list[memoryview], offset: int) -> None:
+    def record_read(self: CheckedFile, part: Any, views: list[memoryview], offset: int) -> None:
         read.append((offset, sum(map(len, views))))
-        exactly(self, views, offset)
+        exactly(self, part, views, offset)
 
     with CheckedFile(tmp_path, "file", entry) as file:
         file.fill([(250, memoryview(bytearray(300)))])

@@ -1,0 +1,224 @@
+"""Checkpoints are read from a bucket like from a folder: the same values, in ranges, checked by their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+import torch
+from buckets import BUCKET, Server, serving, upload
+from click.testing import CliRunner
+from models import Regression, sgd_with_momentum
+from obstore.store import MemoryStore
+from ranks.world import run_world
+from same import differences, same_weights
+from torch import nn
+from torch.utils.data import DataLoader
+
+from leyden import Accelerator, ConfigurationError, Trainer
+from leyden.callbacks import ModelCheckpoint
+from leyden.checkpoint.format.bucket import BucketPath, store_of
+from leyden.checkpoint.format.errors import CheckpointError, NoCheckpointError
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.writer import CheckpointWriter
+from leyden.cli.checkpoint.checkpoints import command as group
+from leyden.cli.checkpoint.checkpoints import merge_command
+
+URL = f"s3://{BUCKET}"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    with serving(monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint with one tensor of several chunks and one small tensor."""
+    with CheckpointWriter(tmp_path / "step=1") as writer:
+        writer.model({"large": torch.randn(3000, 1000), "small": torch.arange(5)})
+        writer.state("user", {"seen": {1, 2}, "tensor": torch.ones(3)})
+        return writer.commit(progress={"epoch": 0, "global_step": 1})
+
+
+def test_a_bucket_gives_what_the_folder_gives(checkpoint: Path, server: Server) -> None:
+    upload(server.store(), checkpoint, "team/step=1")
+    local, remote = CheckpointReader(checkpoint), CheckpointReader(f"{URL}/team/step=1/")
+    remote.verify()
+    remote.verify_sizes()
+    assert remote.manifest == local.manifest and remote.progress() == local.progress()
+    assert differences(remote.model(), local.model()) == []
+    assert differences(remote.state("user"), local.state("user")) == []
+    assert str(remote.path) == f"{URL}/team/step=1" and remote.path.name == "step=1"
+
+
+def test_only_the_ranges_of_a_tensor_are_requested(checkpoint: Path, server: Server) -> None:
+    upload(server.store(), checkpoint, "one")
+    reader = CheckpointReader(f"{URL}/one")
+    server.requests.clear()
+    assert torch.equal(reader.model(["small"])["small"], torch.arange(5))
+    ranges = [span.removeprefix("bytes=").split("-") for _, path, span in server.requests if "safetensors" in path]
+    taken = sum(int(last) - int(first) + 1 for first, last in (span for span in ranges if len(span) == 2))
+    assert 0 < taken < 600_000 < (checkpoint / "model.safetensors").stat().st_size
+    assert len(server.requests) < 10
+
+
+def test_damage_and_loss_are_named(checkpoint: Path, server: Server) -> None:
+    store = server.store()
+    upload(store, checkpoint, "one")
+    data = bytearray((checkpoint / "model.safetensors").read_bytes())
+    data[7_000_000] ^= 1
+    obstore.put(store, "one/model.safetensors", bytes(data))
+    with pytest.raises(CheckpointError, match=f"{URL}/one/model.safetensors: is damaged"):
+        CheckpointReader(f"{URL}/one").verify()
+    obstore.put(store, "one/model.safetensors", bytes(data[:-1]))
+    with pytest.raises(CheckpointError, match="bytes instead of"):
+        CheckpointReader(f"{URL}/one").verify_sizes()
+    obstore.delete(store, "one/model.safetensors")
+    with pytest.raises(CheckpointError, match="model.safetensors: is missing"):
+        CheckpointReader(f"{URL}/one").model()
+    obstore.delete(store, "one/manifest.json")
+    with pytest.raises(CheckpointError, match="manifest.json: is missing"):
+        CheckpointReader(f"{URL}/one")
+
+
+def test_requests_that_fail_for_a_while_are_repeated(checkpoint: Path, server: Server) -> None:
+    upload(server.store(), checkpoint, "one")
+    failed: dict[str, int] = {}
+
+    def twice(method: str, path: str) -> bool:
+        failed[path] = failed.get(path, 0) + 1
+        return failed[path] <= 2
+
+    server.fails = twice
+    reader = CheckpointReader(f"{URL}/one")
+    reader.verify()
+    assert differences(reader.model(), CheckpointReader(checkpoint).model()) == []
+    assert len(failed) >= 3 and max(failed.values()) > 2
+
+
+def test_what_is_no_checkpoint_is_named(checkpoint: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload(server.store(), checkpoint, "runs/step=1")
+    with pytest.raises(NoCheckpointError, match=f"{URL}/runs: is not a checkpoint: it has no manifest.json"):
+        CheckpointReader(f"{URL}/runs")
+    with pytest.raises(CheckpointError, match=f"{URL}/other: does not exist"):
+        CheckpointReader(f"{URL}/other")
+    with pytest.raises(CheckpointError, match="s3://absent/step=1: .*(NoSuchBucket|does not exist)"):
+        CheckpointReader("s3://absent/step=1")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://me:hunter2@runs/one", "holds credentials.*AWS_ACCESS_KEY_ID"),
+        ("s3://runs/one?X-Amz-Signature=hunter2", "holds credentials"),
+        ("s3:///one", "names no bucket"),
+        ("ftp://runs/one", "ftp://runs/one.*is a URL"),
+    ],
+)
+def test_bad_urls_are_refused_without_their_secrets(url: str, message: str, quiet: Any) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        Trainer(**quiet).fit(Regression(nn.Linear(1, 1)), ckpt_path=url)
+    assert "hunter2" not in str(caught.value)
+
+
+def data() -> DataLoader[Any]:
+    x = torch.linspace(-1, 1, 24).reshape(-1, 1)
+    return DataLoader(list(zip(x, 2 * x, strict=True)), batch_size=2, shuffle=True)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+
+
+def module() -> Regression:
+    return Regression(net(), sgd_with_momentum)
+
+
+def test_a_fit_resumes_from_a_url_with_the_bits_of_a_folder(tmp_path: Path, quiet: Any, server: Server) -> None:
+    whole = module()
+    saves = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=5, save_top_k=-1)
+    torch.manual_seed(2)
+    Trainer(max_epochs=2, callbacks=saves, **{**quiet, "enable_checkpointing": True}).fit(whole, data())
+    upload(server.store(), tmp_path / "saved" / "step=5", "step=5")
+    resumed, half = module(), module()
+    trainer = Trainer(max_epochs=2, **quiet)
+    trainer.fit(resumed, data(), ckpt_path=f"{URL}/step=5")
+    assert same_weights(whole, resumed) and trainer.ckpt_path == f"{URL}/step=5"
+    Trainer(**quiet).validate(half, data(), ckpt_path=f"{URL}/step=5")
+    assert differences(dict(half.state_dict()), CheckpointReader(tmp_path / "saved" / "step=5").model()) == []
+
+
+def on_a_rank(folder: str) -> bool:
+    """Loads a checkpoint of one process into a sharded model, from a bucket; True if each rank has its own part."""
+    from torch.distributed.tensor import DTensor
+
+    loaded = module()
+    arguments = {"accelerator": "cpu", "devices": 2, "barebones": True, "strategy": "fsdp"}
+    Trainer(max_epochs=2, **arguments).fit(loaded, data(), ckpt_path=f"{URL}/step=5")
+    reference = module()
+    Trainer(max_epochs=2, **arguments).fit(reference, data(), ckpt_path=f"{folder}/step=5")
+    parts = [[p.to_local() for p in m.parameters() if isinstance(p, DTensor)] for m in (loaded, reference)]
+    return len(parts[0]) == 4 and all(map(torch.equal, *parts))
+
+
+def test_ranks_read_their_shards_from_a_url(tmp_path: Path, quiet: Any, server: Server) -> None:
+    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
+    arguments = {**quiet, "enable_checkpointing": True}
+    Trainer(max_epochs=1, callbacks=saves, **arguments).fit(module(), data())
+    upload(server.store(), tmp_path / "step=5", "step=5")
+    assert run_world(2, on_a_rank, str(tmp_path), environ=server.environ) == [True, True]
+
+
+def test_the_accelerator_and_a_module_load_from_a_url(tmp_path: Path, server: Server) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(net())
+    accelerator.save_state(tmp_path / "state")
+    upload(server.store(), tmp_path / "state", "state")
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(f"{URL}/state")
+    assert differences(dict(model.state_dict()), saved) == []
+
+
+def test_the_command_line_reads_urls(checkpoint: Path, tmp_path: Path, server: Server) -> None:
+    def output(*words: Any) -> str:
+        result = CliRunner().invoke(
+            group if words[0] != "merge" else merge_command, list(map(str, words))[words[0] == "merge" :]
+        )
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result.output
+
+    upload(server.store(), checkpoint, "runs/step=1")
+    assert "step=1 " in output("ls", f"{URL}/runs")
+    assert output("verify", f"{URL}/runs").startswith(f"whole    {URL}/runs/step=1")
+    assert "2 tensors with 3,000,005 elements" in output("show", f"{URL}/runs/step=1")
+    output("merge", f"{URL}/runs/step=1", tmp_path / "merged.safetensors")
+    assert (tmp_path / "merged.safetensors").stat().st_size > 12_000_000
+
+
+def test_missing_credentials_are_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    # The address of a cloud's metadata service, here one where nobody answers.
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    store_of.cache_clear()
+    with pytest.raises(CheckpointError, match="no credentials .*AWS_ACCESS_KEY_ID"):
+        CheckpointReader(f"{URL}/one")
+
+
+def test_paths_in_buckets_behave_like_paths() -> None:
+    one = BucketPath("memory://bucket/a//b/")
+    assert str(one) == "memory://bucket/a/b" and one == BucketPath("memory://bucket/a/b") and len({one, one / "c"}) == 2
+    assert one.parent / "b" == one and str(one.parent.parent) == "memory://bucket" and (one / "c").name == "c"
+    assert isinstance(one._store, MemoryStore) and not one.exists()
+    obstore.put(one._store, "a/b/c", b"12")
+    assert one.is_dir() and not one.is_file() and (one / "c").is_file() and not (one / "c").is_dir()
+    assert list(one.iterdir()) == [one / "c"] and (one / "c").read_bytes(1) == b"1"
