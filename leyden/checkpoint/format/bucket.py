@@ -8,13 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from leyden.core.errors import ConfigurationError, needs
 from leyden.core.paths import local_path
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "memory")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<bucket>[^/]*)/*(?P<key>.*)", re.DOTALL)
