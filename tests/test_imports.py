@@ -15,7 +15,9 @@ import leyden
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("trainer", "callbacks", "strategies")
-MACHINERY = ("core", "launch", "data", "checkpoint", "report", "accelerator", "hf", "compat", "cli", "optim")
+MACHINERY = (
+    *("core", "launch", "data", "checkpoint", "report", "accelerator", "hf", "integrations", "compat", "cli", "optim"),
+)
 
 # The rooms, from the ground up. A module belongs to the room with the longest matching prefix, and imports from its own
 # room and from those below.
@@ -43,7 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.accelerator.loop", "leyden.accelerator.prepared"),
     # The Accelerator, and its rooms `records` and `standalone`.
     ("leyden.trainer.trainer", "leyden.accelerator"),
-    ("leyden.hf",),
+    ("leyden.hf", "leyden.integrations"),
     ("leyden.compat",),
     ("leyden.cli.settings", "leyden.cli.models"),
     tuple(f"leyden.cli.{room}" for room in ("checkpoint", "configuration", "estimate")),
@@ -87,6 +89,8 @@ LAZY = {
         "mlflow",
         "deepspeed",
         "torch_xla",
+        "ray",
+        "pyarrow",
         "torchao",
         "transformers",
         "peft",

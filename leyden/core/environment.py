@@ -1,4 +1,4 @@
-"""Reads this process's rank from the variables of torchrun, SLURM, submitit or Leyden's launchers."""
+"""Reads this process's rank from the variables of torchrun, SLURM, submitit, Ray or Leyden's launchers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RankEnvironment:
         world_size: number of ranks on all machines.
         local_world_size: number of ranks on this machine.
         node_rank: index of this machine.
-        starter: launcher of the process: "torchrun", "slurm", "submitit" (its local executor), "script", "spawn",
+        starter: launcher of the process: "torchrun", "slurm", "submitit" (its local executor), "Ray", "script", "spawn",
             "fork", the class name of a ClusterEnvironment, or "hand" if only the four variables that torch itself needs
             are set.
         address: host and port of rank 0. None if torch's own variables hold them.
@@ -161,14 +161,15 @@ def _torch_environment(environ: Mapping[str, str]) -> RankEnvironment:
         )
     started = "LOCAL_RANK" in environ
     local_rank, local_size = _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", 1)
-    # Without a launcher, each machine runs one rank.
-    node_rank = _number(environ, "GROUP_RANK", 0 if started else rank)
+    # Ray Train calls it NODE_RANK. Without a launcher, each machine runs one rank.
+    node_rank = _number(environ, "GROUP_RANK", _number(environ, "NODE_RANK", 0) if started else rank)
     if rank >= size or local_rank >= local_size or local_size > size:
         raise ConfigurationError(
             f"the environment sets RANK={rank} of WORLD_SIZE={size} and LOCAL_RANK={local_rank} of "
             f"LOCAL_WORLD_SIZE={local_size}, which is impossible. Unset them, or start the script with torchrun."
         )
-    starter = environ.get(STARTER) or environ.get(CLUSTER) or ("torchrun" if started else "hand")
+    launcher = "Ray" if "RAY_JOB_ID" in environ and "TORCHELASTIC_RUN_ID" not in environ else "torchrun"
+    starter = environ.get(STARTER) or environ.get(CLUSTER) or (launcher if started else "hand")
     return RankEnvironment(rank, local_rank, size, local_size, node_rank, starter)
 
 

@@ -96,9 +96,9 @@ class FirstFailure:
     """Reports the error of the first rank to fail, and ends the others. Lives as long as the process.
 
     The ranks communicate through the process group's store. A failing rank writes its error there, unless another rank
-    has done so first. During a run, a thread on each rank polls the store, because the main thread may wait for the
-    failed rank in a call that never wakes. The thread replies with the location of its main thread, so the failed rank
-    can report where the others were.
+    has done so first. During a run, a thread on each rank polls the store, because the run's thread may wait for the
+    failed rank in a call that never wakes. The thread replies with the location of the run's, so the failed rank can
+    report where the others were.
 
     Every wait for another process has a limit, since that process, or the one with the store, may be stopped.
 
@@ -127,6 +127,8 @@ class FirstFailure:
         self._interval = interval
         self._run = 0
         self._looks = False
+        self._ident = threading.get_ident()
+        """The run's thread."""
         self._looking = threading.Lock()
         self._done = threading.Event()
         self._hook = sys.excepthook
@@ -136,6 +138,7 @@ class FirstFailure:
 
     def begin_run(self) -> None:
         """Starts polling for errors of other ranks."""
+        self._ident = threading.get_ident()
         if not self._looks:
             self._run += 1
             self._looks = True
@@ -278,7 +281,7 @@ class FirstFailure:
                 with self._looking:
                     failed = self._looks and self._watched.check([KEY])
                 if failed and not self._is_first:
-                    self._watched.compare_set(f"answer/{self.rank}", "", "is " + _place_of_main_thread())
+                    self._watched.compare_set(f"answer/{self.rank}", "", "is " + _place_of_thread(self._ident))
             except RuntimeError:
                 # Without a store nothing can be reported, and collectives fail on their own.
                 return
@@ -298,9 +301,8 @@ class FirstFailure:
             self._hook(kind, error, trace)
 
 
-def _place_of_main_thread() -> str:
-    ident = threading.main_thread().ident
-    frame = sys._current_frames().get(ident) if ident is not None else None
+def _place_of_thread(ident: int) -> str:
+    frame = sys._current_frames().get(ident)
     return _place(traceback.extract_stack(frame)) if frame is not None else "outside of Python"
 
 

@@ -150,7 +150,8 @@ class Heartbeat:
         is_inner = slot.beats_here
         before, place = words.tolist(), slot.folder
         words[RANK], words[PROCESS] = rank, os.getpid()
-        words[THREAD] = threading.main_thread().ident or 0
+        # Ray and others run a fit in a thread of theirs.
+        words[THREAD] = threading.get_ident()
         words[LIMIT] = limit
         slot.folder = os.path.abspath(folder)
         self.words, outer, self._slot = words, self._slot, slot

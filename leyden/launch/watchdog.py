@@ -371,7 +371,8 @@ class OwnWatchdog(Watchdog):
     """Watches its own process: a single one, or a rank of torchrun or srun, which no launcher of Leyden watches.
 
     It cannot see other ranks, and it cannot run while the process is stopped or a library holds the GIL. In a notebook
-    and under pytest, where a user is watching, it only reports.
+    and under pytest, where a user is watching, it only reports; and if the run is not in the main thread, because the
+    process belongs to the program that started the thread, such as Ray.
 
     Args:
         ranks: the run's ranks.
@@ -379,7 +380,9 @@ class OwnWatchdog(Watchdog):
 
     def __init__(self, ranks: WatchedRanks) -> None:
         is_watched = is_interactive() or ("_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ)
-        super().__init__(1, say, "" if is_watched else "This process was terminated.", ranks.world_size == 1)
+        is_guest = threading.current_thread() is not threading.main_thread()
+        ended = "" if is_watched or is_guest else "This process was terminated."
+        super().__init__(1, say, ended, ranks.world_size == 1)
         self._ranks = ranks
 
     def _terminate(self, processes: list[int], hang: Hang) -> None:

@@ -1,0 +1,110 @@
+"""Fits in workers of Ray: a killed worker, an error, and trials. Each test starts Ray on this machine, and ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.launch.processes import descendants, runs, started
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    """Returns a function that runs a scenario of driver.py, and returns what it and its workers wrote."""
+
+    def run(scenario: str) -> dict[str, Any]:
+        variables = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Ray takes one report per interval, of 2 seconds by default.
+            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+        }
+        driver = str(Path(__file__).with_name("driver.py"))
+        with (tmp_path / "output").open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, driver, scenario, str(tmp_path)], env=variables, stdout=output, stderr=output
+            )
+            family: dict[str, str] = {}
+            try:
+                status = process.wait(600)
+            finally:
+                family |= {str(child): started(child) for child in descendants(process.pid)}
+                process.kill()
+                with suppress(FileNotFoundError):
+                    family |= json.loads((tmp_path / "family.json").read_text())
+                for child, start in family.items():
+                    if start not in ("0", "gone") and runs(int(child), start):
+                        os.kill(int(child), signal.SIGKILL)
+        assert status == 0, (tmp_path / "output").read_text()[-8000:]
+        found: dict[str, Any] = {}
+        for name in ("outcome", "fitted", "failed"):
+            with suppress(FileNotFoundError):
+                found |= json.loads((tmp_path / f"{name}.json").read_text())
+        return found
+
+    return run
+
+
+def test_a_run_whose_worker_was_killed_ends_as_one_without_ray(
+    drive: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    found = drive("killed")
+    assert (tmp_path / "killed").exists()
+    storage = tmp_path / "storage" / "killed"
+    # The report of step 6 and the kill race; Ray knows the step before in any case.
+    assert Path(found["resumed"]).parent == storage
+    assert Path(found["resumed"]).name in ("epoch=0-step=5", "epoch=1-step=6")
+    assert found["step"] == 10
+    assert found["weights"] == found["reference"]
+    # The callback wrote each checkpoint where Ray keeps it, and Ray has deleted all but two.
+    assert found["last"] == str(storage / "epoch=1-step=10")
+    assert set(found["kept"]) == {str(storage / "epoch=1-step=8"), found["last"]}
+    assert {path.name for path in storage.glob("epoch=*")} == {"epoch=1-step=8", "epoch=1-step=10"}
+    assert found["metrics"]["step"] == 10 and found["metrics"]["epoch"] == 1 and found["metrics"]["loss_epoch"] > 0
+    CheckpointReader(Path(found["last"])).verify()
+
+
+@pytest.mark.full
+def test_a_restart_resumes_from_a_bucket(drive: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
+    found = drive("bucket")
+    assert (tmp_path / "killed").exists() and found["resumed"] is not None
+    assert found["weights"] == found["reference"]
+    CheckpointReader(tmp_path / "bucket" / found["last"]).verify()
+
+
+def test_an_error_reaches_ray_as_that_error_and_misfits_are_refused(drive: Callable[[str], dict[str, Any]]) -> None:
+    found = drive("failed")
+    # Not the death of the worker's process.
+    assert list(found["failures"]) == ["1"]
+    assert "KeyError('sample 13 is missing')" in found["failures"]["1"]
+    assert found["error"] == "sample 13 is missing"
+    assert found["joined"] is True
+    assert "leave out strategy='single_device'" in found["refused"]["strategy"]
+    assert "Leave them out: RayTrainReportCallback saves" in found["refused"]["preemption"]
+    assert found["refused"]["resume"] == found["refused"]["preemption"]
+    assert found["refused"]["devices"].startswith("Ray started 2 ranks")
+
+
+def test_four_trials_report_metrics_and_checkpoints(drive: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
+    found = drive("tuned")
+    assert found["errors"] == 0
+    trials = found["trials"]
+    assert sorted(trial["lr"] for trial in trials) == [0.01, 0.05, 0.1, 0.2]
+    assert found["best"] == min(trials, key=lambda trial: trial["loss"])["lr"]
+    for trial in trials:
+        CheckpointReader(Path(trial["checkpoint"])).verify()
+        assert "The Trainer would start 2 ranks" in (tmp_path / f"refused-{trial['lr']}").read_text()
