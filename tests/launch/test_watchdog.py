@@ -22,6 +22,7 @@ from leyden.launch.stacks import Frame, StackFile, Thread, ask
 from leyden.launch.watchdog import Pulse
 from leyden.trainer import Preemption
 
+ROOT = Path(__file__).parents[2]
 HAS_SIGNAL = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/*/status")
 
 
@@ -206,6 +207,55 @@ print("here", flush=True)
 breakpoint()
 sys.stdin.read()
 """
+
+
+IN_A_THREAD = """
+import sys, threading
+from pathlib import Path
+import torch
+from leyden import Trainer, TrainModule
+
+class Stalling(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 4:
+            while not list(Path(sys.argv[1]).rglob("hang-*")):
+                threading.Event().wait(0.01)  # the stall
+            raise KeyError("sample 4 is missing")
+        return self.net(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+def train():
+    try:
+        Trainer(accelerator="cpu", logger=False, default_root_dir=sys.argv[1], hang_timeout=0.5).fit(
+            Stalling(), torch.ones(8, 1, 1)
+        )
+    except BaseException as error:
+        print(f"the thread has caught {error!r}")
+
+thread = threading.Thread(target=train, daemon=True)
+thread.start()
+thread.join()
+print("the program goes on")
+"""
+
+
+@HAS_SIGNAL
+def test_a_run_in_a_thread_never_ends_its_process(tmp_path: Path) -> None:
+    """As in a worker of Ray: the hang is reported with the thread of the run, and the error is raised as it is."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_THREAD, str(tmp_path)], capture_output=True, text=True, timeout=240, cwd=ROOT
+    )
+    assert done.stdout.endswith("the thread has caught KeyError('sample 4 is missing')\nthe program goes on\n"), done
+    [report] = tmp_path.rglob("hang-*")
+    reported = report.read_text()
+    assert done.returncode == 0 and "no progress for" in done.stderr and "terminated" not in done.stderr
+    assert "in training_step" in reported.partition("  thread 0x")[0].partition("main thread:")[2]
 
 
 @HAS_SIGNAL

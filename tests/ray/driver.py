@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -47,6 +48,27 @@ class Killed(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Drained(Callback):
+    """Has Ray announce after the third step that the machine is about to be taken away."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        import ray.train
+
+        if trainer.global_step != 3:
+            return
+        if trainer.is_global_zero:
+            context = ray.get_runtime_context()
+            where = ["--address", context.gcs_address, "--node-id", context.get_node_id()]
+            why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+            when = ["--deadline-remaining-seconds", "3600"]
+            command = str(Path(sys.executable).with_name("ray"))
+            subprocess.run([command, "drain-node", *where, *why, *when], check=True)
+        while ray.train.get_preemption_info() is None:
+            pass
+
+
 class Failing(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:
@@ -81,8 +103,9 @@ def reference(folder: str) -> list[float]:
 
 def train(config: dict[str, Any]) -> None:
     folder = config["folder"]
-    callbacks = [RayTrainReportCallback(every_n_train_steps=2), Killed(Path(folder, "killed"))]
-    trainer = prepare_trainer(make_trainer(folder, *callbacks))
+    killed = RayTrainReportCallback(every_n_train_steps=2), Killed(Path(folder, "killed"))
+    drained = RayTrainReportCallback(), Drained()
+    trainer = prepare_trainer(make_trainer(folder, *(drained if config["drains"] else killed)))
     module, path = Line(), checkpoint_path()
     trainer.fit(module, loader(), ckpt_path=path)
     if trainer.is_global_zero:
@@ -121,23 +144,27 @@ def trial(config: dict[str, Any]) -> None:
     Path(config["folder"], f"refused-{config['lr']}").write_text(refused)
 
 
-def killed(folder: str, **run: Any) -> dict[str, Any]:
+def on_two_workers(folder: str, drains: bool = False, **run: Any) -> dict[str, Any]:
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     result = TorchTrainer(
         train,
-        train_loop_config={"folder": folder},
+        train_loop_config={"folder": folder, "drains": drains},
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
-            name="killed",
+            name="run",
             failure_config=FailureConfig(max_failures=1),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            checkpoint_config=CheckpointConfig(num_to_keep=None if drains else 2),
             **{"storage_path": f"{folder}/storage", **run},
         ),
     ).fit()
     kept = [checkpoint.path for checkpoint, _ in result.best_checkpoints]
     return {"metrics": result.metrics, "last": result.checkpoint.path, "kept": kept}
+
+
+def drained(folder: str) -> dict[str, Any]:
+    return on_two_workers(folder, drains=True)
 
 
 def bucket(folder: str) -> dict[str, Any]:
@@ -146,7 +173,7 @@ def bucket(folder: str) -> dict[str, Any]:
 
     Path(folder, "bucket").mkdir()
     storage = SubTreeFileSystem(f"{folder}/bucket", LocalFileSystem())
-    return killed(folder, storage_path="runs", storage_filesystem=storage)
+    return on_two_workers(folder, storage_path="runs", storage_filesystem=storage)
 
 
 def failed(folder: str) -> dict[str, Any]:
@@ -178,7 +205,8 @@ def tuned(folder: str) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "killed": killed,
+    "killed": on_two_workers,
+    "drained": drained,
     "bucket": bucket,
     "failed": failed,
     "tuned": tuned,
@@ -189,7 +217,7 @@ def main() -> None:
     import ray
 
     name, folder = sys.argv[1:]
-    found = {"reference": reference(folder)} if name in ("killed", "bucket") else {}
+    found = {"reference": reference(folder)} if name in ("killed", "drained", "bucket") else {}
     # The paths of Ray's sockets must be short.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short:
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, _temp_dir=short)

@@ -64,7 +64,7 @@ def test_a_run_whose_worker_was_killed_ends_as_one_without_ray(
 ) -> None:
     found = drive("killed")
     assert (tmp_path / "killed").exists()
-    storage = tmp_path / "storage" / "killed"
+    storage = tmp_path / "storage" / "run"
     # The report of step 6 and the kill race; Ray knows the step before in any case.
     assert Path(found["resumed"]).parent == storage
     assert Path(found["resumed"]).name in ("epoch=0-step=5", "epoch=1-step=6")
@@ -76,6 +76,21 @@ def test_a_run_whose_worker_was_killed_ends_as_one_without_ray(
     assert {path.name for path in storage.glob("epoch=*")} == {"epoch=1-step=8", "epoch=1-step=10"}
     assert found["metrics"]["step"] == 10 and found["metrics"]["epoch"] == 1 and found["metrics"]["loss_epoch"] > 0
     CheckpointReader(Path(found["last"])).verify()
+
+
+@pytest.mark.full
+def test_an_announced_preemption_saves_once_and_training_goes_on(
+    drive: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    found = drive("drained")
+    storage = tmp_path / "storage" / "run"
+    kept = {Path(path).name for path in found["kept"]}
+    # Ray is asked after steps 1, 2 and 4; after the third one, too, if a step took seconds.
+    [extra] = kept - {"epoch=0-step=5", "epoch=1-step=10"}
+    assert len(kept) == 3 and extra in ("epoch=0-step=3", "epoch=0-step=4")
+    assert all((storage / name / "manifest.json").is_file() for name in kept)
+    assert found["resumed"] is None and found["step"] == 10
+    assert found["weights"] == found["reference"]
 
 
 @pytest.mark.full
