@@ -50,6 +50,15 @@ def test_torchruns_variables_give_the_rank() -> None:
     assert rank_environment(TORCHRUN) == RankEnvironment(3, 1, 4, 2, 1, "torchrun")
 
 
+def test_rays_variables_give_the_rank_and_the_machine() -> None:
+    ray = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
+    environ = {**ray, "MASTER_ADDR": "host", "MASTER_PORT": "1", "RAY_JOB_ID": "01000000"}
+    assert rank_environment(environ) == RankEnvironment(2, 0, 4, 2, 1, "Ray")
+    # torchrun, as a task of Ray.
+    environ |= {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0"}
+    assert rank_environment(environ) == RankEnvironment(2, 0, 4, 2, 0, "torchrun")
+
+
 def test_all_tasks_of_srun_get_the_same_rendezvous_address() -> None:
     found = rank_environment(SRUN)
     assert found == RankEnvironment(3, 1, 4, 2, 1, "slurm", ("gpu07", 15000 + 71234 % 15000))

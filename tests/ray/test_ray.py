@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,10 +22,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
-    """Returns a function that runs a scenario of driver.py, and returns what it and its workers wrote."""
+def run(tmp_path: Path) -> Callable[..., str]:
+    """Returns a function that runs a script on a Ray of its own, ends all its processes, and returns its output."""
 
-    def run(scenario: str) -> dict[str, Any]:
+    def run_script(script: Path, *arguments: str) -> str:
         variables = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -33,10 +34,9 @@ def drive(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
             # Ray takes one report per interval, of 2 seconds by default.
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
         }
-        driver = str(Path(__file__).with_name("driver.py"))
         with (tmp_path / "output").open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, driver, scenario, str(tmp_path)], env=variables, stdout=output, stderr=output
+                [sys.executable, str(script), *arguments], env=variables, stdout=output, stderr=output
             )
             family: dict[str, str] = {}
             try:
@@ -49,14 +49,26 @@ def drive(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
                 for child, start in family.items():
                     if start not in ("0", "gone") and runs(int(child), start):
                         os.kill(int(child), signal.SIGKILL)
-        assert status == 0, (tmp_path / "output").read_text()[-8000:]
+        text = (tmp_path / "output").read_text()
+        assert status == 0, text[-8000:]
+        return text
+
+    return run_script
+
+
+@pytest.fixture
+def drive(run: Callable[..., str], tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    """Returns a function that runs a scenario of driver.py, and returns what it and its workers wrote."""
+
+    def run_scenario(scenario: str) -> dict[str, Any]:
+        run(Path(__file__).with_name("driver.py"), scenario, str(tmp_path))
         found: dict[str, Any] = {}
         for name in ("outcome", "fitted", "failed"):
             with suppress(FileNotFoundError):
                 found |= json.loads((tmp_path / f"{name}.json").read_text())
         return found
 
-    return run
+    return run_scenario
 
 
 def test_a_run_whose_worker_was_killed_ends_as_one_without_ray(
@@ -114,6 +126,7 @@ def test_an_error_reaches_ray_as_that_error_and_misfits_are_refused(drive: Calla
     assert found["refused"]["devices"].startswith("Ray started 2 ranks")
 
 
+@pytest.mark.full
 def test_four_trials_report_metrics_and_checkpoints(drive: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
     found = drive("tuned")
     assert found["errors"] == 0
@@ -123,3 +136,20 @@ def test_four_trials_report_metrics_and_checkpoints(drive: Callable[[str], dict[
     for trial in trials:
         CheckpointReader(Path(trial["checkpoint"])).verify()
         assert "The Trainer would start 2 ranks" in (tmp_path / f"refused-{trial['lr']}").read_text()
+
+
+@pytest.mark.full
+def test_the_example_runs(run: Callable[..., str], tmp_path: Path) -> None:
+    text = run(ROOT / "examples" / "ray_train.py", "--epochs", "2", "--root", str(tmp_path / "ray"))
+    [accuracy] = re.findall(r"^test accuracy (\S+), from .*/ray/train/epoch=1-step=76$", text, re.MULTILINE)
+    assert float(accuracy) > 0.5
+
+
+@pytest.mark.full
+def test_the_code_of_the_page_runs(run: Callable[..., str], tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ray.md").read_text(encoding="utf-8"), re.DOTALL)
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks).replace("/tmp/ray-runs", str(tmp_path / "runs")))
+    lines = run(script).splitlines()
+    assert f"{tmp_path}/runs/line/epoch=2-step=12" in "".join(lines)
+    assert lines.count("{'lr': 0.1}") == 1
