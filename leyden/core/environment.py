@@ -44,9 +44,9 @@ class RankEnvironment:
         world_size: number of ranks on all machines.
         local_world_size: number of ranks on this machine.
         node_rank: index of this machine.
-        starter: launcher of the process: "torchrun", "slurm", "submitit" (its local executor), "Ray", "script", "spawn",
-            "fork", the class name of a ClusterEnvironment, or "hand" if only the four variables that torch itself needs
-            are set.
+        starter: launcher of the process: "torchrun", "slurm", "submitit" (its local executor), "Ray", "script",
+            "spawn", "fork", the class name of a ClusterEnvironment, or "hand" if only the four variables that torch
+            itself needs are set.
         address: host and port of rank 0. None if torch's own variables hold them.
     """
 
