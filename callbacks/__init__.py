@@ -47,6 +47,7 @@ _HOMES = {
     "RichProgressBar": "leyden.callbacks.bars.rich_bar",
     "RichProgressBarTheme": "leyden.callbacks.bars.rich_bar",
     "StochasticWeightAveraging": "leyden.callbacks.stochastic_weight_averaging",
+    "StragglerMonitor": "leyden.callbacks.straggler_monitor",
     "TQDMProgressBar": "leyden.callbacks.bars.tqdm_bar",
     "TensorBoardLogger": "leyden.callbacks.loggers.tensorboard",
     "ThroughputMonitor": "leyden.callbacks.throughput_monitor",
@@ -104,6 +105,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.spike_detection import SpikeDetection as SpikeDetection
     from leyden.callbacks.spike_detection import TrainingSpikeException as TrainingSpikeException
     from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
+    from leyden.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
     from leyden.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from leyden.callbacks.timer import Timer as Timer
     from leyden.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging

@@ -223,6 +223,11 @@ class Strategy:
         return [rank * self.data_size // self.ranks.world_size for rank in range(self.ranks.world_size)]
 
     @property
+    def pipeline_rank(self) -> int:
+        """This rank's position in its pipeline; 0 without a pipeline."""
+        return 0
+
+    @property
     def replicas(self) -> list[list[int]]:
         """All ranks, grouped by the part of the weights that they hold.
 

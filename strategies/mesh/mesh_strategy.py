@@ -182,6 +182,10 @@ class MeshStrategy(FSDPStrategy):
         return [layout.data_rank(rank) for rank in range(layout.size)]
 
     @property
+    def pipeline_rank(self) -> int:
+        return self.pipeline_mesh.get_local_rank() if self.filled.pp > 1 else 0
+
+    @property
     def filled(self) -> Layout:
         """The layout with every -1 replaced by its size in this run."""
         if self.mesh is not None:

@@ -29,6 +29,7 @@ from leyden.callbacks import (
     SequenceLengthWarmup,
     SpikeDetection,
     StochasticWeightAveraging,
+    StragglerMonitor,
     ThroughputMonitor,
 )
 from leyden.hf import HFModule
@@ -119,6 +120,7 @@ LOGGED: dict[str, Any] = {"log_every_n_steps": 1, "enable_progress_bar": True}
     "callback",
     [
         lambda: DriftGuard(every_n_steps=100),
+        lambda: StragglerMonitor(every_n_steps=2),
         lambda: EarlyStopping("val_loss"),
         lambda: GradNormMonitor(per="module", after_clipping=True),
         lambda: LearningRateMonitor(log_momentum=True),
