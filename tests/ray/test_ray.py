@@ -77,9 +77,11 @@ def test_a_run_whose_worker_was_killed_ends_as_one_without_ray(
     found = drive("killed")
     assert (tmp_path / "killed").exists()
     storage = tmp_path / "storage" / "run"
-    # The report of step 6 and the kill race; Ray knows the step before in any case.
+    # The last reports and the kill race, so Ray may know an earlier step only.
     assert Path(found["resumed"]).parent == storage
-    assert Path(found["resumed"]).name in ("epoch=0-step=5", "epoch=1-step=6")
+    assert Path(found["resumed"]).name in [
+        f"epoch={epoch}-step={step}" for epoch, step in ((0, 2), (0, 4), (0, 5), (1, 6))
+    ]
     assert found["step"] == 10
     assert found["weights"] == found["reference"]
     # The callback wrote each checkpoint where Ray keeps it, and Ray has deleted all but two.
