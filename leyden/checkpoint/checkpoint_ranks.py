@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
-from leyden.checkpoint.format.bucket import BucketPath, place_of
+from leyden.checkpoint.format.bucket import BucketPath
 from leyden.checkpoint.format.errors import OtherRankError
 from leyden.strategies.base import Strategy
 
@@ -47,7 +48,7 @@ class CheckpointRanks:
     ) -> None:
         together = strategy is not None and strategy.ranks.is_joined and strategy.ranks.world_size > 1
         self._ranks = strategy.ranks if strategy is not None and together else None
-        self.path = place_of(path, "path")
+        self.path = path if isinstance(path, BucketPath) else Path(path)
         self._failed = False
         """An error has been reported, or could not be: exchange nothing more."""
         self.rank = 0 if self._ranks is None else self._ranks.global_rank
