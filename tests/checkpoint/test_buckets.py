@@ -151,6 +151,7 @@ def test_a_fit_resumes_from_a_url_with_the_bits_of_a_folder(tmp_path: Path, quie
     trainer.fit(resumed, data(), ckpt_path=f"{URL}/step=5")
     assert same_weights(whole, resumed) and trainer.ckpt_path == f"{URL}/step=5"
     Trainer(**quiet).validate(half, data(), ckpt_path=f"{URL}/step=5")
+    assert same_weights(half, Regression.load_from_checkpoint(f"{URL}/step=5", net=net()))
     assert differences(dict(half.state_dict()), CheckpointReader(tmp_path / "saved" / "step=5").model()) == []
 
 
@@ -175,7 +176,7 @@ def test_ranks_read_their_shards_from_a_url(tmp_path: Path, quiet: Any, server: 
     assert run_world(2, on_a_rank, str(tmp_path), environ=server.environ) == [True, True]
 
 
-def test_the_accelerator_and_a_module_load_from_a_url(tmp_path: Path, server: Server) -> None:
+def test_the_accelerator_loads_from_a_url(tmp_path: Path, server: Server) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(net())
     accelerator.save_state(tmp_path / "state")
