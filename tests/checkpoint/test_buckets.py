@@ -117,6 +117,7 @@ def test_what_is_no_checkpoint_is_named(checkpoint: Path, server: Server, monkey
         ("s3://me:hunter2@runs/one", "holds credentials.*AWS_ACCESS_KEY_ID"),
         ("s3://runs/one?X-Amz-Signature=hunter2", "holds credentials"),
         ("s3:///one", "names no bucket"),
+        ("s3://runs/../one", r"has a part '\.\.'"),
         ("ftp://runs/one", "ftp://runs/one.*is a URL"),
     ],
 )

@@ -27,7 +27,8 @@ class BucketPath:
         url: such as `s3://bucket/runs/one`. obstore connects to the store, with the credentials in the environment.
 
     Raises:
-        ConfigurationError: if the URL holds credentials or has an unknown scheme, or if obstore rejects its settings.
+        ConfigurationError: if the URL holds credentials, has an unknown scheme or a part `..`, or if obstore rejects
+            its settings.
         MissingExtraError: if obstore is not installed.
 
     Example:
@@ -48,7 +49,12 @@ class BucketPath:
             raise ConfigurationError(f"{url!r} is not a URL of a bucket. Known: {', '.join(SCHEMES)}.")
         if not bucket:
             raise ConfigurationError(f"{url!r} names no bucket: write {scheme}://bucket/folder.")
-        self._root, self._key = f"{scheme}://{bucket}", "/".join(filter(None, key.split("/")))
+        parts = list(filter(None, key.split("/")))
+        if "." in parts or ".." in parts:
+            raise ConfigurationError(
+                f"{url!r} has a part {'..' if '..' in parts else '.'!r}, which buckets do not know."
+            )
+        self._root, self._key = f"{scheme}://{bucket}", "/".join(parts)
         self._store = store_of(scheme, bucket)
 
     def __truediv__(self, name: str) -> BucketPath:
