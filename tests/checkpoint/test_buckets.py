@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from leyden import Accelerator, ConfigurationError, Trainer
 from leyden.callbacks import ModelCheckpoint
-from leyden.checkpoint.format.bucket import BucketPath, store_of
+from leyden.checkpoint.format.bucket import BucketPath, place_of, store_of
 from leyden.checkpoint.format.errors import CheckpointError, NoCheckpointError
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.writer import CheckpointWriter
@@ -204,6 +204,24 @@ def test_the_command_line_reads_urls(checkpoint: Path, tmp_path: Path, server: S
     assert "2 tensors with 3,000,005 elements" in output("show", f"{URL}/runs/step=1")
     output("merge", f"{URL}/runs/step=1", tmp_path / "merged.safetensors")
     assert (tmp_path / "merged.safetensors").stat().st_size > 12_000_000
+
+
+def test_empty_objects_odd_names_and_a_whole_bucket(server: Server) -> None:
+    store, whole = server.store(), BucketPath(URL)
+    obstore.put(store, "odd/empty", b"")
+    obstore.put(store, "odd/a?b %20ü", b"123")
+    assert (whole / "odd" / "empty").read_bytes(10) == b""
+    assert whole.open_inside("odd/empty")[0].part(0, 0).read([memoryview(bytearray(2))], 0) == 0
+    assert [path.name for path in (whole / "odd").iterdir()] == ["a?b %20ü", "empty"]
+    assert (whole / "odd" / "a?b %20ü").read_bytes(2) == b"12"
+    assert whole.is_dir() and not whole.is_file() and whole / "odd" in list(whole.iterdir())
+
+
+def test_an_azure_account_is_no_password() -> None:
+    place = place_of("abfss://box@account.dfs.core.windows.net/run", "path")
+    assert str(place) == "abfss://box@account.dfs.core.windows.net/run"
+    with pytest.raises(ConfigurationError, match="credentials"):
+        place_of("abfss://me:hunter2@account/run", "path")
 
 
 def test_missing_credentials_are_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,7 @@ class BucketPath:
         url: such as `s3://bucket/runs/one`. obstore connects to the store, with the credentials in the environment.
 
     Raises:
-        ConfigurationError: if the URL holds credentials, has an unknown scheme or a part `..`, or if obstore rejects
-            its settings.
+        ConfigurationError: if the URL has an unknown scheme or a part `..`, or if obstore rejects its settings.
         MissingExtraError: if obstore is not installed.
 
     Example:
@@ -40,11 +39,6 @@ class BucketPath:
     def __init__(self, url: str) -> None:
         match = _URL.fullmatch(url)
         scheme, bucket, key = ("", "", "") if match is None else match.group("scheme", "bucket", "key")
-        if "@" in bucket or "?" in key:
-            raise ConfigurationError(
-                f"a URL of {scheme}:// holds credentials, which would end up in logs and checkpoints. Pass them in the "
-                "environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and the URL without them."
-            )
         if scheme not in SCHEMES:
             raise ConfigurationError(f"{url!r} is not a URL of a bucket. Known: {', '.join(SCHEMES)}.")
         if not bucket:
@@ -89,6 +83,8 @@ class BucketPath:
         """Returns True if there is an object of this name."""
         import obstore
 
+        if not self._key:
+            return False
         try:
             with _requests():
                 obstore.head(self._store, self._key)
@@ -125,7 +121,10 @@ class BucketPath:
         import obstore
 
         with _requests():
-            return bytes(obstore.get(self._store, self._key, options={"range": (0, most)}).bytes())
+            found = obstore.get(self._store, self._key)
+            if found.meta["size"] <= most:
+                return bytes(found.bytes())
+            return bytes(obstore.get_range(self._store, self._key, start=0, length=most))
 
     def open_inside(self, name: str) -> tuple[BucketFile, int]:
         """Returns a file in this folder, and its size in bytes."""
@@ -155,6 +154,8 @@ class BucketFile:
         """Requests a range of bytes. Threads may call it at the same time."""
         import obstore
 
+        if begin == end:
+            return BucketPart(memoryview(b""), begin)
         with _requests():
             return BucketPart(memoryview(obstore.get_range(self._store, self._key, start=begin, end=end)), begin)
 
@@ -196,14 +197,23 @@ def place_of(path: str | os.PathLike[str] | BucketPath, name: str) -> Place:
         name: the argument's name, for errors.
 
     Raises:
-        ConfigurationError: for a URL that does not name a folder in a bucket.
+        ConfigurationError: for a URL that does not name a folder in a bucket, or holds credentials.
     """
     if isinstance(path, BucketPath):
         return path
-    scheme = _URL.match(os.fspath(path))
-    if scheme is not None and scheme["scheme"] in SCHEMES:
-        return BucketPath(os.fspath(path))
-    return Path(local_path(path, name))
+    match = _URL.match(os.fspath(path))
+    if match is None or match["scheme"] not in SCHEMES:
+        return Path(local_path(path, name))
+    before, at, _ = match["bucket"].partition("@")
+    # Azure writes container@account.
+    has_user = bool(at) and (":" in before or not match["scheme"].startswith("abfs"))
+    if has_user or "?" in match["key"]:
+        raise ConfigurationError(
+            f"{name}: a URL of {match['scheme']}:// holds credentials, which would end up in logs and checkpoints. "
+            "Pass them in the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and the URL without "
+            "them."
+        )
+    return BucketPath(os.fspath(path))
 
 
 @functools.cache
@@ -215,7 +225,8 @@ def store_of(scheme: str, bucket: str) -> Any:
     if scheme == "memory":
         return MemoryStore()
     # Local servers have no certificates. obstore refuses http:// otherwise.
-    options: Any = {"allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")}
+    is_plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+    options: Any = {"allow_http": True} if is_plain else None
     try:
         return from_url(f"{scheme}://{bucket}", client_options=options)
     except (exceptions.BaseError, ValueError) as error:
