@@ -93,8 +93,7 @@ def pack(reader: CheckpointReader) -> dict[str, Any]:
         plain = {name: value for name, value in values.items() if _is_plain(value)}
         checkpoint |= {"hparams_name": "kwargs", "hyper_parameters": plain}
     names = [name for name in reader.manifest.files if not name.startswith(OF_WEIGHTS)]
-    assert isinstance(reader.path, Path)
-    files = {name: (reader.path / name).read_bytes() for name in [*names, MANIFEST]}
+    files = {name: (reader.folder / name).read_bytes() for name in [*names, MANIFEST]}
     checkpoint[FILES] = {
         name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in files.items() if data
     }

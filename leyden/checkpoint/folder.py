@@ -38,7 +38,7 @@ def newest(
         True
     """
     reader = newest_reader([(Path(folder), depth)], strict, ranks)
-    return None if reader is None else Path(str(reader.path))
+    return None if reader is None else reader.folder
 
 
 def newest_reader(

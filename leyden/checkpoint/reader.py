@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -83,6 +84,12 @@ class CheckpointReader:
         self._verified: dict[str, set[int]] = {name: set() for name in self.manifest.files}
         self._optimizers_ahead: list[dict[str, Any]] | None = None
         """The result of `read_ahead`, until `optimizers` is called."""
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's folder, of a reader that reads a local one."""
+        assert isinstance(self.path, Path), f"{self.path} is in a bucket"
+        return self.path
 
     def verify(self, part: int = 0, parts: int = 1, unread: bool = False) -> None:
         """Verifies all files against their checksums, or one of several equal parts of their bytes.

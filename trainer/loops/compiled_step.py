@@ -315,9 +315,9 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kept_guards(guards: Sequence[GuardFilterEntry]) -> list[bool]:
-    """Says which guards each step checks: all but those that torch's and Leyden's own code is still the same.
+    """Returns which guards each step checks: all except those on the identity of torch's and Leyden's own code.
 
-    They would take 10 to 20 µs of every step, and only a patch of torch in mid-fit could fail one.
+    These would take 10 to 20 µs of every step, and only a monkeypatch of torch during the fit could make one fail.
     """
     return [not (guard.guard_type in IDENTITIES and guard.name.startswith(LIBRARY_GLOBALS)) for guard in guards]
 

@@ -283,8 +283,8 @@ def rollback_paths_after(path: Path, reader: Reader | None) -> list[Path]:
 def continued_path(identity: Identity, reader: Reader | None, goal: Goal) -> Path | None:
     """Returns the path of the checkpoint if the fit restores all parts of it and it is this run's own, else None.
 
-    A checkpoint is the run's own if "auto" would accept it, or if `same_run` is given. One in a bucket is none that a
-    rollback returns to.
+    A checkpoint is the run's own if "auto" would accept it, or if `same_run` is given. A rollback never returns to
+    one in a bucket.
     """
     if not isinstance(reader, CheckpointReader) or goal.parts != frozenset(PARTS) or not isinstance(reader.path, Path):
         return None

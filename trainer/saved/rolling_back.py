@@ -99,7 +99,7 @@ def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
         run.strategy.check_trained()
     if loop is not None:
         loop.pass_over(further_batches)
-    return Path(str(reader.path))
+    return reader.folder
 
 
 def _check_place(run: Run) -> None:

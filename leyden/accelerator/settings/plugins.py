@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from leyden.checkpoint.format.bucket import Place
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.paths import local_path
+
+if TYPE_CHECKING:
+    from leyden.checkpoint.format.bucket import Place
 
 H = TypeVar("H")
 HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")

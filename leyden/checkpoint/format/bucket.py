@@ -27,8 +27,9 @@ class BucketPath:
         url: such as `s3://bucket/runs/one`. obstore connects to the store, with the credentials in the environment.
 
     Raises:
-        ConfigurationError: if the URL has an unknown scheme or a part `..`, or if obstore rejects its settings.
-        MissingExtraError: if obstore is not installed.
+        ConfigurationError: if the URL has an unknown scheme, no bucket or a part `..`; from every method that reads, if
+            obstore rejects the settings.
+        MissingExtraError: from every method that reads, if obstore is not installed.
 
     Example:
         >>> checkpoint = BucketPath("memory://bucket/run/") / "step=5"
@@ -45,11 +46,12 @@ class BucketPath:
             raise ConfigurationError(f"{url!r} names no bucket: write {scheme}://bucket/folder.")
         parts = list(filter(None, key.split("/")))
         if "." in parts or ".." in parts:
-            raise ConfigurationError(
-                f"{url!r} has a part {'..' if '..' in parts else '.'!r}, which buckets do not know."
-            )
+            raise ConfigurationError(f"{url!r}: . and .. mean nothing in a bucket. Write the URL without them.")
         self._root, self._key = f"{scheme}://{bucket}", "/".join(parts)
-        self._store = store_of(scheme, bucket)
+
+    @property
+    def _store(self) -> Any:
+        return store_of(self._root)
 
     def __truediv__(self, name: str) -> BucketPath:
         return BucketPath(f"{self}/{name}")
@@ -66,9 +68,6 @@ class BucketPath:
     def __hash__(self) -> int:
         return hash(str(self))
 
-    def __lt__(self, other: BucketPath) -> bool:
-        return str(self) < str(other)
-
     @property
     def name(self) -> str:
         """The last part of the URL."""
@@ -81,8 +80,7 @@ class BucketPath:
 
     def is_file(self) -> bool:
         """Returns True if there is an object of this name."""
-        import obstore
-
+        obstore = _obstore()
         if not self._key:
             return False
         try:
@@ -110,16 +108,14 @@ class BucketPath:
             yield BucketPath(f"{self._root}/{key}")
 
     def _listed(self) -> Iterator[str]:
-        import obstore
-
+        obstore = _obstore()
         with _requests():
             found = obstore.list_with_delimiter(self._store, self._key or None)
         yield from sorted([*found["common_prefixes"], *(entry["path"] for entry in found["objects"])])
 
     def read_bytes(self, most: int) -> bytes:
         """Returns the object's bytes, or the first `most` of them."""
-        import obstore
-
+        obstore = _obstore()
         with _requests():
             found = obstore.get(self._store, self._key)
             if found.meta["size"] <= most:
@@ -128,8 +124,7 @@ class BucketPath:
 
     def open_inside(self, name: str) -> tuple[BucketFile, int]:
         """Returns a file in this folder, and its size in bytes."""
-        import obstore
-
+        obstore = _obstore()
         path = self / name
         with _requests():
             size = int(obstore.head(path._store, path._key)["size"])
@@ -152,8 +147,7 @@ class BucketFile:
 
     def part(self, begin: int, end: int) -> BucketPart:
         """Requests a range of bytes. Threads may call it at the same time."""
-        import obstore
-
+        obstore = _obstore()
         if begin == end:
             return BucketPart(memoryview(b""), begin)
         with _requests():
@@ -216,21 +210,28 @@ def place_of(path: str | os.PathLike[str] | BucketPath, name: str) -> Place:
     return BucketPath(os.fspath(path))
 
 
+def _obstore() -> Any:
+    """Returns the package, which only URLs need."""
+    with needs("obstore", "remote", "a URL of a bucket"):
+        import obstore
+    return obstore
+
+
 @functools.cache
-def store_of(scheme: str, bucket: str) -> Any:
+def store_of(url: str) -> Any:
     """Returns obstore's store of a bucket, with the settings in the environment. It connects at the first request."""
-    with needs("obstore", "remote", f"{scheme}:// URLs"):
-        from obstore import exceptions
-        from obstore.store import MemoryStore, from_url
-    if scheme == "memory":
+    from obstore import exceptions
+    from obstore.store import MemoryStore, from_url
+
+    if url.startswith("memory:"):
         return MemoryStore()
     # Local servers have no certificates. obstore refuses http:// otherwise.
     is_plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
     options: Any = {"allow_http": True} if is_plain else None
     try:
-        return from_url(f"{scheme}://{bucket}", client_options=options)
+        return from_url(url, client_options=options)
     except (exceptions.BaseError, ValueError) as error:
-        raise ConfigurationError(f"{scheme}://{bucket} cannot be used: {_cause(error)}") from error
+        raise ConfigurationError(f"{url} cannot be used: {_cause(error)}") from error
 
 
 @contextmanager

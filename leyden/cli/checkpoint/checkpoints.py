@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +169,6 @@ def _found_in(root: Place) -> list[Place]:
     return _directly_in(root) or [path for home in homes if home.is_dir() for path in _directly_in(home)]
 
 
-def _sorted(root: Place) -> list[Place]:
-    return sorted(root.iterdir(), key=str)
-
-
 def _directly_in(root: Place) -> list[Place]:
     """Returns the checkpoints in a folder by name, damaged ones included; those that a killed overwrite set aside come
     first.
@@ -180,6 +176,9 @@ def _directly_in(root: Place) -> list[Place]:
     Links such as "last" are left out: the checkpoints they point at are listed.
     """
     aside: list[Place] = [path for path, _ in set_aside(root)] if isinstance(root, Path) else []
+    inside: Iterable[Place] = root.iterdir()
     return aside + [
-        path for path in _sorted(root) if not path.is_symlink() and not path.name.startswith(".") and _is_one(path)
+        path
+        for path in sorted(inside, key=str)
+        if not path.is_symlink() and not path.name.startswith(".") and _is_one(path)
     ]

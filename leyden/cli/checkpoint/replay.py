@@ -15,7 +15,6 @@ from typing import Any
 import click
 
 from leyden.checkpoint.folder import all_checkpoints, is_checkpoint
-from leyden.checkpoint.format.bucket import Place
 from leyden.checkpoint.format.digests import read_digests
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.reader import CheckpointReader
@@ -56,7 +55,7 @@ def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[st
     recorded = _recorded(digests or run, step, named=digests is not None)
     command_line = _command(reader, list(words), yes)
     with temporary("replay") as folder:
-        replay = Replay(os.path.abspath(str(reader.path)), step, str(folder))
+        replay = Replay(str(reader.folder.absolute()), step, str(folder))
         environ = {**os.environ, **replay.variables()}
         try:
             status = subprocess.run(command_line.words, cwd=command_line.folder, env=environ).returncode
@@ -68,7 +67,7 @@ def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[st
         found = json.loads(replay.report.read_text(encoding="utf-8")) if replay.report.is_file() else {}
     if "step" not in found:
         raise LeydenError(_unreached(step, found, status, command_line))
-    click.echo("\n".join(_report(found, reader.path, recorded, passed_over)))
+    click.echo("\n".join(_report(found, reader.folder, recorded, passed_over)))
     return 0
 
 
@@ -188,7 +187,7 @@ def _recorded(run: str, step: int, named: bool) -> dict[str, list[str]] | None:
 
 # the report -----------------------------------------------------------------------------------------------------------
 def _report(
-    found: dict[str, Any], checkpoint: Place, recorded: dict[str, list[str]] | None, passed_over: int
+    found: dict[str, Any], checkpoint: Path, recorded: dict[str, list[str]] | None, passed_over: int
 ) -> list[str]:
     """Formats the report, line by line."""
     rows = [

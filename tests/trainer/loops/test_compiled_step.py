@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import Callback, CSVLogger, GradNormMonitor, LearningRateMonitor, ModelCheckpoint, WeightAveraging
+from leyden.trainer.loops import compiled_step
 from leyden.trainer.profilers import SimpleProfiler
 
 TRACED = {"backend": "aot_eager"}
@@ -225,6 +226,56 @@ def test_a_resumed_run_ends_with_the_same_bits_and_changes_its_mind_about_compil
     assert same_weights(whole, run("resumed", "step", folder))
     assert apart(whole, run("on", "step", other)) < 1e-5
     assert apart(eager, run("off", None, folder)) < 1e-5
+
+
+SCALE = 1.0
+
+
+class Scaled(Net):
+    """Reads a global of the user's, and calls a function that is one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return SCALE * loss_of(self.last(torch.tanh(self.first(batch[0]))), batch[1])
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets)
+
+
+class ChangesGlobals(Callback):
+    """Changes the user's globals between two steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.monkeypatch.setitem(globals(), "SCALE", 0.5)
+        if trainer.global_step == 4:
+            self.monkeypatch.setitem(globals(), "loss_of", lambda logits, targets: logits.square().mean())
+
+
+def test_a_step_sees_the_users_globals_change_and_does_not_check_torchs(
+    quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[str] = []
+    kept_guards = compiled_step.kept_guards
+
+    def recorded(guards: Any) -> list[bool]:
+        kept = kept_guards(guards)
+        dropped.extend(guard.name for guard, keeps in zip(guards, kept, strict=True) if not keeps)
+        return kept
+
+    monkeypatch.setattr(compiled_step, "kept_guards", recorded)
+    modules = Scaled(), Scaled()
+    for module, compiles in zip(modules, (None, "step"), strict=True):
+        with monkeypatch.context() as changed:
+            callbacks = ChangesGlobals(changed)
+            Trainer(max_steps=6, compile=compiles, callbacks=callbacks, **quiet).fit(module, loader())
+    assert apart(*modules) < 2e-6 and apart(modules[0], Net()) > 1e-4
+    assert any("torch_dot_optim" in name for name in dropped) and not any(
+        "test_compiled_step" in name for name in dropped
+    )
 
 
 def test_a_profiler_times_the_graph_as_the_training_step(quiet: Any) -> None:
