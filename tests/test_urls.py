@@ -38,19 +38,23 @@ def fitted() -> Trainer:
     return trainer
 
 
-READS: dict[str, Callable[[Any], Any]] = {
+BUCKETS: dict[str, Callable[[Any], Any]] = {
     "fit": lambda url: Trainer(**QUIET).fit(Squares(NET), [torch.ones(1, 2)], ckpt_path=url),
     "test": lambda url: Trainer(**QUIET).test(Squares(NET), [torch.ones(1, 2)], ckpt_path=url),
     "TrainModule.load_from_checkpoint": TrainModule.load_from_checkpoint,
     "DataModule.load_from_checkpoint": DataModule.load_from_checkpoint,
     "merge": lambda url: merge(url, "model.safetensors"),
     "load_state": lambda url: Accelerator(cpu=True).load_state(url),
-}
-"""These also take the URL of a checkpoint in a bucket."""
-CALLS: dict[str, Callable[[Any], Any]] = {
     "Trainer": lambda url: Trainer(default_root_dir=url),
     "ModelCheckpoint": ModelCheckpoint,
     "OnExceptionCheckpoint": OnExceptionCheckpoint,
+    "save_checkpoint": lambda url: fitted().save_checkpoint(url),
+    "project_dir": lambda url: ProjectConfiguration(project_dir=url),
+    "Accelerator": lambda url: Accelerator(project_dir=url),
+    "save_state": lambda url: Accelerator(cpu=True).save_state(url),
+}
+"""These also take a URL in a bucket."""
+CALLS: dict[str, Callable[[Any], Any]] = {
     "SpikeDetection": lambda url: SpikeDetection(exclude_batches_path=url),
     "CSVLogger": CSVLogger,
     "TensorBoardLogger": TensorBoardLogger,
@@ -67,12 +71,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "ProfileKwargs": lambda url: ProfileKwargs(output_trace_dir=url),
     "DeepSpeedStrategy": lambda url: DeepSpeedStrategy(stage=3, offload_parameters="nvme", nvme_path=url),
     "DeepSpeedStrategy, config": lambda url: DeepSpeedStrategy(config=url),
-    "save_checkpoint": lambda url: fitted().save_checkpoint(url),
     "to_onnx": lambda url: Squares(NET).to_onnx(url, torch.ones(1, 2)),
-    "project_dir": lambda url: ProjectConfiguration(project_dir=url),
     "logging_dir": lambda url: ProjectConfiguration(logging_dir=url),
-    "Accelerator": lambda url: Accelerator(project_dir=url),
-    "save_state": lambda url: Accelerator(cpu=True).save_state(url),
     "save_model": lambda url: Accelerator(cpu=True).save_model(NET, url),
     "save": lambda url: Accelerator(cpu=True).save({}, url),
 }
@@ -88,13 +88,13 @@ def test_a_url_is_refused(name: str, url: Any, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("url", ["https://host/run", "file:///tmp/run", Path(URL)], ids=str)
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", BUCKETS)
 def test_a_url_that_is_in_no_bucket_is_refused(
     name: str, url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match=r"(s3|file|https):/.* is a URL"):
-        READS[name](url)
+        BUCKETS[name](url)
     assert not list(tmp_path.iterdir())
 
 
@@ -104,7 +104,7 @@ def test_a_url_that_is_in_no_bucket_is_refused(
         ("merge", "memory://bucket/one", URL),
         ("bisect", URL, "."),
         ("replay", URL, "--step", "1"),
-        ("convert", URL),
+        ("convert", "ftp://bucket/run"),
         ("config", "--config_file", URL),
         ("config", "default", "--config_file", URL),
         ("launch", "--config_file", URL, "train.py"),
@@ -118,7 +118,7 @@ def test_a_command_refuses_a_url(
     monkeypatch.chdir(tmp_path)
     assert main(words) != 0
     captured = capsys.readouterr()
-    assert re.search("s3:/+bucket/run' is a URL", captured.out + captured.err)
+    assert re.search("(s3|ftp):/+bucket/run' is a URL", captured.out + captured.err)
     assert not list(tmp_path.iterdir())
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.gradient_accumulation import GradientAccumulation
     from leyden.callbacks.loggers.logger import Logger
     from leyden.checkpoint.checkpoint_io import CheckpointIO
+    from leyden.checkpoint.format.bucket import Place
     from leyden.checkpoint.owners import Unclaimed
     from leyden.strategies.base import Strategy
     from leyden.trainer.arguments.arguments import Arguments
@@ -166,10 +167,10 @@ class Run:
     is_profiled: bool = field(default=False, init=False)
     saves: Saves = field(default_factory=Saves)
     status: RunStatus | None = field(default=None, init=False)
-    continued: list[Path] = field(default_factory=list, init=False)
+    continued: list[Place] = field(default_factory=list, init=False)
 
     progress: Progress
-    saved: dict[Path, None] = field(default_factory=dict)
+    saved: dict[Place, None] = field(default_factory=dict)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     trained: Trained = field(default_factory=Trained)
     identity: Identity | None = None
@@ -255,7 +256,7 @@ class Run:
         Ranks that write no logs return the first rank's folder. None until a logger such as W&B has made its folder.
         """
         own = (folder for logger in self.loggers if (folder := logger.log_dir) is not None)
-        return next(own, self.writer_folder if self.loggers else self.folder or self.arguments.default_root_dir)
+        return next(own, self.writer_folder if self.loggers else self.folder or self.arguments.local_root)
 
     @property
     def accumulation(self) -> GradientAccumulation | None:
@@ -303,7 +304,7 @@ class Run:
             ranks = self.strategy.ranks
             rank = ranks.global_rank if ranks.world_size > 1 else None
             self.is_profiled = True
-            self.profiler.setup(self.state.stage or "", rank, self.arguments.default_root_dir)
+            self.profiler.setup(self.state.stage or "", rank, self.arguments.local_root)
         if debugging.is_debugging():
             debugging.begin(self.engine, 1 if self.accumulation is None else self.accumulation.longest)
 
@@ -348,7 +349,7 @@ class Run:
 
         lock = lock_of(self)
         if lock is not None:
-            ranks = CheckpointRanks(self.strategy, lock.path.parent, are_on_each_node(self.callbacks))
+            ranks = CheckpointRanks(self.strategy, lock.folder, are_on_each_node(self.callbacks))
             if alone:
                 self.saves.hold(lock, ranks)
             else:
@@ -535,12 +536,12 @@ class Run:
         if self.arguments.verbose:
             inform(text, self.print)
 
-    def note_save(self, path: Path) -> None:
+    def note_save(self, path: Place) -> None:
         """Records a committed checkpoint that the run can be resumed from."""
         self.saved.pop(path, None)
         self.saved[path] = None
 
-    def note_weights(self, path: Path) -> None:
+    def note_weights(self, path: Place) -> None:
         """Records a committed checkpoint of weights only, which may have replaced a resumable one at the same path."""
         self.saved.pop(path, None)
 
@@ -611,7 +612,7 @@ class Run:
         if self.profiler is not None:
             self.profiler.write_to(self.folder or self.log_dir)
         if not silent:
-            folder = self.folder or self.log_dir or self.arguments.default_root_dir
+            folder = self.folder or self.log_dir or self.arguments.local_root
             self.report(
                 five_lines(self.strategy, self.loaders.train_loader, self.batches_per_step, folder, self.origin)
             )

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.loggers.logger import Logger
+from leyden.checkpoint.format.bucket import Place, place_of
 from leyden.core.environment import rank_environment
 from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.core.given import leaves_open, refuse
-from leyden.core.paths import local_path
 from leyden.core.text import html_table
 from leyden.launch.heartbeat import Phase
 from leyden.strategies.base import Strategy
@@ -114,6 +114,7 @@ class Trainer:
         reload_dataloaders_every_n_epochs: create the loaders again every n epochs; 0 for never.
         default_root_dir: the folder of all runs. A run's own folder is `<default_root_dir>/<logger's name>/version_N`
             (see `run_folder`); without a logger it is `<default_root_dir>/version_N`. Default: the current folder.
+            With a URL (s3://…), checkpoints go to `<URL>/checkpoints`, and all other files to the current folder.
         even_batches: pad the last training batch with repeated samples so that all ranks have the same number. This and
             all following arguments are Leyden's own.
         global_batch_size: samples per training batch over all ranks, instead of batch_size × ranks.
@@ -210,7 +211,7 @@ class Trainer:
         arguments = self.arguments
         build.enter_cluster(arguments)
         self.accelerator = build.engine_of(arguments)
-        self.last_checkpoint: Path | None = None
+        self.last_checkpoint: Place | None = None
         self.seconds_saving = 0.0
         """Seconds that this rank has waited for its checkpoints in the last fit."""
         self._fit: FitLoop | None = None
@@ -225,7 +226,7 @@ class Trainer:
             limits=FitLimits(arguments),
             signals=Signals() if notices is None else Signals(notices.numbers, notices.exit_code),
             profiler=profiler,
-            callback_list=CallbackList(build.build_callbacks(arguments)),
+            callback_list=CallbackList(build.build_callbacks(arguments), arguments.bucket),
             hooks=hooks,
             module=module,
             loaders=RunLoaders(module, None, self.strategy, arguments, False, {}),
@@ -379,11 +380,11 @@ class Trainer:
         asynchronous: bool | None = None,
         storage_options: Any = None,
         trainable_only: bool = False,
-    ) -> Path:
+    ) -> Place:
         """Writes a checkpoint folder atomically: it appears complete or not at all.
 
         Args:
-            filepath: the checkpoint's path. An existing checkpoint is replaced once the new one is complete.
+            filepath: the checkpoint's path or URL. An existing checkpoint is replaced once the new one is complete.
             weights_only: omit optimizers, progress and random states.
             exact: False allows a save inside an accumulation window; a resume then repeats the window.
             overwrite: False keeps an existing checkpoint and appends `-v1` and so on to the name.
@@ -406,7 +407,7 @@ class Trainer:
         options = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
         options["trainable_only"] = trainable_only
         options["asynchronous"] = saving.saves_in_background(self._run, asynchronous)
-        path = Path(local_path(filepath, "filepath"))
+        path = place_of(filepath, "filepath")
         began = time.perf_counter()
         with self._run.heartbeat.during(Phase.SAVING):
             self.last_checkpoint = saving.store(self._run, self._fit, path, storage_options, **options)
@@ -447,7 +448,7 @@ class Trainer:
             raise LeydenError("update_batch_norm reads the training data of a fit: call it in a hook during fit.")
         return update_batch_norm(self._run)
 
-    def roll_back(self, further_batches: int = 0) -> Path:
+    def roll_back(self, further_batches: int = 0) -> Place:
         """Returns the run, except its position in the data, to its last checkpoint; returns the checkpoint's path.
 
         All ranks must call it in `on_train_batch_end`. It also skips `further_batches` batches. See "Bad steps" in the
@@ -509,7 +510,7 @@ class Trainer:
         goal = with_best_path(self.callbacks, goal)
         self._run = run = self._next_run(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
-            watch = self.arguments.hang_timeout, self.arguments.default_root_dir
+            watch = self.arguments.hang_timeout, self.arguments.local_root
             stack.enter_context(watched(run.heartbeat, self.strategy.ranks, *watch))
             stack.push(lambda kind, error, trace: run.teardown(error))
             stack.enter_context(run.signals.caught_on(self.world_size))
@@ -961,7 +962,7 @@ class Trainer:
         return self._run.checkpoint_io
 
     @property
-    def checkpoint_folder(self) -> Path:
+    def checkpoint_folder(self) -> Place:
         """The folder of the first ModelCheckpoint, or else `checkpoints` in the run's folder."""
         return folder_of_last(self.callbacks, self.run_folder or self.default_root_dir)
 
@@ -1079,7 +1080,7 @@ class Trainer:
     # settings ---------------------------------------------------------------------------------------------------------
     @property
     def default_root_dir(self) -> str:
-        return self.arguments.default_root_dir
+        return self.arguments.local_root
 
     @property
     def fast_dev_run(self) -> bool | int:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leyden.checkpoint.folder import delete, identity
+from leyden.checkpoint.folder import delete, identity, is_checkpoint
 from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.format.manifest import read_manifest
 from leyden.core.rank_zero import warn
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class FolderStorage:
-    """Identifies and deletes old checkpoints that are folders."""
+    """Identifies and deletes old checkpoints, in folders and in buckets."""
 
     def identity(self, path: str) -> str | None:
         """Returns a text that tells checkpoints of the same name apart; None if there is no checkpoint.
@@ -31,12 +32,35 @@ class FolderStorage:
         Raises:
             CheckpointError: if its manifest cannot be read.
         """
-        if not os.path.lexists(path):
+        place = place_of(path, "path")
+        if not self.is_taken(path):
             return None
-        return identity(read_manifest(Path(path)))
+        return identity(read_manifest(place))
 
     def exists(self, path: str) -> bool:
-        return os.path.exists(path)
+        """Returns True if there is a checkpoint at the path."""
+        place = place_of(path, "path")
+        return is_checkpoint(place) if isinstance(place, BucketPath) else os.path.exists(place)
+
+    def is_taken(self, path: str) -> bool:
+        """Returns True if a save to the path would replace something."""
+        place = place_of(path, "path")
+        return is_checkpoint(place) if isinstance(place, BucketPath) else os.path.lexists(place)
+
+    def make(self, folder: str) -> None:
+        """Creates the folder of checkpoints. In a bucket, checks that it can be listed.
+
+        Raises:
+            CheckpointError: if that fails.
+        """
+        place = place_of(folder, "dirpath")
+        try:
+            if isinstance(place, BucketPath):
+                place.is_dir()
+            else:
+                os.makedirs(place, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(place, f"cannot be created ({error.strerror or error}). Change dirpath.") from error
 
     def delete(self, path: str) -> None:
         """Deletes a checkpoint.
@@ -62,6 +86,9 @@ class PluginStorage(FolderStorage):
 
     def exists(self, path: str) -> bool:
         return True
+
+    def is_taken(self, path: str) -> bool:
+        return os.path.lexists(path)
 
     def delete(self, path: str) -> None:
         try:
@@ -98,7 +125,7 @@ class BackgroundSave:
     is_keeper: bool
     storage: FolderStorage
 
-    def finish(self, written: Path) -> None:
+    def finish(self, written: Place) -> None:
         """Links the checkpoint and deletes old ones. Called in the writing thread, after the commit."""
         self.to_delete = after_commit(str(written), self.link, self.to_delete, self.storage) if self.is_keeper else {}
 
@@ -128,7 +155,7 @@ def link_to_move(link: Path | None, newest: str) -> Path | None:
     if link is None:
         return None
     try:
-        return None if read_manifest(link).save_counter > read_manifest(Path(newest)).save_counter else link
+        return None if read_manifest(link).save_counter > read_manifest(place_of(newest, "path")).save_counter else link
     except CheckpointError:
         return link
 
@@ -136,7 +163,7 @@ def link_to_move(link: Path | None, newest: str) -> Path | None:
 def follows(path: str, trainer: Trainer) -> bool:
     """Returns True if a checkpoint holds the same step as the one that a run resumes, and was committed after it."""
     try:
-        own, other = read_manifest(Path(path)), read_manifest(Path(trainer.ckpt_path or ""))
+        own, other = (read_manifest(place_of(place, "path")) for place in (path, trainer.ckpt_path or ""))
     except CheckpointError:
         return False
     return own.progress == other.progress and own.saved_at > other.saved_at

@@ -40,10 +40,10 @@ from leyden.callbacks.checkpointing.saved_ranking import (
 )
 from leyden.callbacks.early_stopping import missing_metric, validates
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.format.bucket import BucketPath, absolute, place_of
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.core.errors import ConfigurationError
 from leyden.core.given import checks_names
-from leyden.core.paths import local_path
 from leyden.core.rank_zero import inform, warn
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class ModelCheckpoint(Callback):
     checkpoints in the same folder are neither ranked nor deleted.
 
     Args:
-        dirpath: the folder to save in. None: `checkpoints` in the run's folder (`Trainer.run_folder`).
+        dirpath: the folder to save in, or its URL in a bucket. None: `checkpoints` in the run's folder
+            (`Trainer.run_folder`), or below `default_root_dir` if that is a URL.
         filename: template of the name, with `{epoch}`, `{step}` and logged metrics, such as "{epoch}-{val_loss:.2f}".
             None: "{epoch}-{step}". A `/` creates a subfolder ("fold-1/{epoch}"); in a metric's name it becomes `_`.
         monitor: the metric to rank by. None keeps the newest checkpoints.
@@ -141,8 +142,8 @@ class ModelCheckpoint(Callback):
         trainable_only: bool = False,
     ) -> None:
         check_arguments(monitor, mode, save_top_k, save_last)
-        self._given_dirpath = None if dirpath is None else os.path.abspath(local_path(dirpath, "dirpath"))
-        self.uses_run_folder = dirpath is None
+        self._given_dirpath = None if dirpath is None else absolute(dirpath, "dirpath")
+        self._bucket: BucketPath | None = None
         self.dirpath, self._storage = self._given_dirpath, FolderStorage()
         self.filename = self._default_name if filename is None else filename
         self.monitor, self.mode = monitor, mode
@@ -164,6 +165,15 @@ class ModelCheckpoint(Callback):
             every_n_train_steps, every_n_epochs, train_time_interval, save_on_train_epoch_end, monitor is not None
         )
         self.load_state_dict({})
+
+    @property
+    def uses_run_folder(self) -> bool:  # type: ignore[override]
+        """True if the checkpoints go to the run's folder, and not to one that the user has named."""
+        return self._given_dirpath is None and self._bucket is None
+
+    def save_below(self, bucket: BucketPath | None) -> None:
+        """Saves below a folder in a bucket, the Trainer's `default_root_dir`, if there is no `dirpath`."""
+        self._bucket = bucket
 
     @property
     def state_key(self) -> str:
@@ -282,8 +292,8 @@ class ModelCheckpoint(Callback):
         self._saved_step = -1 if self._saved_step > step else self._saved_step
 
     def _relative(self, path: str) -> str:
-        inside = self.dirpath is not None and path.startswith(os.path.join(self.dirpath, ""))
-        return os.path.relpath(path, self.dirpath) if inside else path
+        home = os.path.join(self.dirpath or "", "")
+        return path.removeprefix(home) if self.dirpath is not None else path
 
     # when to save -----------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -307,7 +317,7 @@ class ModelCheckpoint(Callback):
 
     def folder_below(self, root: str) -> str:
         """Returns the folder in which a run with this folder saves checkpoints."""
-        return self._given_dirpath or os.path.abspath(os.path.join(root, "checkpoints"))
+        return self._given_dirpath or absolute(os.path.join(str(self._bucket or root), "checkpoints"), "dirpath")
 
     def _ranks(self, trainer: Trainer) -> CheckpointRanks:
         return CheckpointRanks(trainer.strategy, self.dirpath or "checkpoints", self.saves_on_each_node)
@@ -315,10 +325,7 @@ class ModelCheckpoint(Callback):
     def _make_folder(self) -> None:
         """Creates the folder up front, so a failure surfaces before training and not after the first epoch."""
         assert self.dirpath is not None
-        try:
-            os.makedirs(self.dirpath, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(self.dirpath, f"cannot be created ({error.strerror}). Change dirpath.") from error
+        self._storage.make(self.dirpath)
         self._style.check_length(self.filename, self.dirpath)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -437,7 +444,7 @@ class ModelCheckpoint(Callback):
             self._finish_background_save(trainer)
         path = self._path(values, is_ranked, is_own) if is_ranked or self.save_last else None
         # Only rank 0 is sure to see the folder, so it decides.
-        decision = is_ranked, path and self._relative(path), path is not None and os.path.lexists(path)
+        decision = is_ranked, path and self._relative(path), path is not None and self._storage.is_taken(path)
         is_ranked, name, replaces = trainer.strategy.ranks.broadcast(decision)
         if name is None:
             return
@@ -627,12 +634,15 @@ class ModelCheckpoint(Callback):
         assert self.dirpath is not None
         path = os.path.join(self.dirpath, name)
         version = self.STARTING_VERSION
-        while os.path.lexists(path) and not is_replaceable(path):
+        while self._storage.is_taken(path) and not is_replaceable(path):
             path = os.path.join(self.dirpath, self._style.numbered(name, version))
             version += 1
         return path
 
     def _link(self, values: Mapping[str, float]) -> Path | None:
-        """Returns the path of the symlink to the newest checkpoint; None without `save_last`."""
+        """Returns the path of the symlink to the newest checkpoint; None without `save_last`, and in a bucket."""
         assert self.dirpath is not None
-        return Path(self.dirpath, self._style.name(self.CHECKPOINT_NAME_LAST, values)) if self.save_last else None
+        folder = place_of(self.dirpath, "dirpath")
+        if not self.save_last or isinstance(folder, BucketPath):
+            return None
+        return folder / self._style.name(self.CHECKPOINT_NAME_LAST, values)

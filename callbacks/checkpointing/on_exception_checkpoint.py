@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from leyden.callbacks.base import Callback
 from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.bucket import Place, expanded
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.core.errors import ConfigurationError
-from leyden.core.paths import local_path
 from leyden.core.rank_zero import warn
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ class OnExceptionCheckpoint(Callback):
                 f"OnExceptionCheckpoint(filename={filename!r}): use a plain name, and put folders in dirpath."
             )
         staging.check_length(filename)
-        self.dirpath = local_path(dirpath, "dirpath")
+        self.dirpath = expanded(dirpath, "dirpath")
         self.filename = filename
-        self.saved_path: Path | None = None
+        self.saved_path: Place | None = None
 
     @property
     def ckpt_path(self) -> str:
@@ -74,7 +74,7 @@ def can_save_after(trainer: Trainer, exception: BaseException) -> bool:
     return trainer.world_size == 1 or exception is trainer.signals.interruption
 
 
-def save_after(trainer: Trainer, path: str, exception: BaseException, weights_only: bool = False) -> Path | None:
+def save_after(trainer: Trainer, path: str, exception: BaseException, weights_only: bool = False) -> Place | None:
     """Saves a failed run if possible. An error during the save becomes a warning, so the original error is not hidden.
 
     Args:

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.checkpointing.checkpoint_commit import FolderStorage, storage_of
 from leyden.core.errors import StateError
 from leyden.core.saved_state import SavedState
 
@@ -59,7 +60,7 @@ class PreemptionCheckpoint(Callback):
         folder = str(trainer.checkpoint_folder)
         previous = self._name
         # Only rank 0 is sure to see the folder, so it decides.
-        self._name = trainer.strategy.ranks.broadcast(previous or _free_name(folder))
+        self._name = trainer.strategy.ranks.broadcast(previous or _free_name(folder, storage_of(trainer)))
         try:
             trainer.save_checkpoint(os.path.join(folder, self._name), asynchronous=False)
         except BaseException:
@@ -67,10 +68,10 @@ class PreemptionCheckpoint(Callback):
             raise
 
 
-def _free_name(folder: str) -> str:
+def _free_name(folder: str, storage: FolderStorage) -> str:
     """Returns the first name that is free in the folder: `preempted`, `preempted-v1`, …"""
     name, version = NAME, 0
-    while os.path.lexists(os.path.join(folder, name)):
+    while storage.is_taken(os.path.join(folder, name)):
         version += 1
         name = f"{NAME}-v{version}"
     return name

@@ -72,7 +72,7 @@ class Accelerator:
             "generator" has no effect: all ranks already share one order of samples.
         log_with: one or several trackers: "tensorboard", "wandb", "csv", "comet_ml", "mlflow", "aim", "clearml",
             "dvclive", "swanlab", "trackio", "all", a Leyden logger, or a `GeneralTracker`.
-        project_dir: folder of the run.
+        project_dir: folder of the run, or its URL in a bucket.
         project_config: a `ProjectConfiguration`.
         gradient_accumulation_plugin: a `GradientAccumulationPlugin`, in place of `gradient_accumulation_steps`.
         step_scheduler_with_optimizer: step prepared schedulers when their optimizer steps; False steps at every call.

@@ -137,7 +137,7 @@ def unpack(checkpoint: Mapping[str, Any], name: str, folder: Path) -> Path:
         writer.adopt()
         writer.model(checkpoint["state_dict"])
         facts = {key: manifest[key] for key in ("world_size", "strategy", "data_ranks") if key in manifest}
-        return writer.commit(progress=progress, **facts)
+        return Path(str(writer.commit(progress=progress, **facts)))
 
 
 def _file_bytes(key: Any, data: Any, name: str) -> Tensor:

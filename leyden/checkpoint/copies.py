@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from leyden.checkpoint.format.bucket import Place
 from leyden.checkpoint.format.manifest import FileEntry
 from leyden.checkpoint.format.safefile import write_file, write_tensors
 from leyden.checkpoint.format.secrets import OWNERS, is_marked
@@ -33,7 +33,7 @@ class Content(ABC):
     """The content of one file, before it is written."""
 
     @abstractmethod
-    def write(self, path: Path, unflushed: Unflushed) -> FileEntry:
+    def write(self, path: Place, unflushed: Unflushed) -> FileEntry:
         """Writes the content to a new file and returns the file's manifest entry.
 
         Args:
@@ -51,9 +51,9 @@ class Text(Content):
 
     data: bytes
 
-    def write(self, path: Path, unflushed: Unflushed) -> FileEntry:
+    def write(self, path: Place, unflushed: Unflushed) -> FileEntry:
         mode = OWNERS if is_marked(self.data.decode()) else 0o666
-        return write_file(path, [self.data], unflushed=unflushed, mode=mode)
+        return write_file(path, [self.data], unflushed=unflushed, mode=mode, size=len(self.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Tensors(Content):
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str] | None = None
 
-    def write(self, path: Path, unflushed: Unflushed) -> FileEntry:
+    def write(self, path: Place, unflushed: Unflushed) -> FileEntry:
         return write_tensors(path, self.tensors, self.metadata, unflushed)
 
 

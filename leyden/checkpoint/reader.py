@@ -80,6 +80,8 @@ class CheckpointReader:
         self.weights_file = self.path / LAYOUT
         _check_is_checkpoint(self.path)
         self.manifest: Manifest = read_manifest(self.path)
+        save = self.manifest.save_id
+        self._files_folder = self.path / save if save else self.path
         # For each file the indices of the chunks that have been verified.
         self._verified: dict[str, set[int]] = {name: set() for name in self.manifest.files}
         self._optimizers_ahead: list[dict[str, Any]] | None = None
@@ -344,7 +346,7 @@ class CheckpointReader:
         if entry is None:
             hint = nearest(name, self.manifest.files)
             raise CheckpointError(self.path / name, f"is not part of this checkpoint. {hint}")
-        return CheckedFile(self.path, name, entry, self._verified[name])
+        return CheckedFile(self._files_folder, name, entry, self._verified[name])
 
     def _blame(self, name: str) -> AbstractContextManager[None]:
         """Turns any error that a forged file can cause into a CheckpointError that names the file."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from leyden.checkpoint.format.bucket import BucketPath, Place
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.shard_plan import ShardPlans
 from leyden.core.rank_zero import warn
@@ -18,7 +18,7 @@ from leyden.core.rank_zero import warn
 if TYPE_CHECKING:
     from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
     from leyden.checkpoint.copies import Copies, HostMemory, Key
-    from leyden.checkpoint.lock import FolderLock
+    from leyden.checkpoint.lock import RunLock
     from leyden.checkpoint.writer import CheckpointWriter
     from leyden.strategies.base import Strategy
     from leyden.trainer.events.hooks import Hooks
@@ -34,6 +34,14 @@ def is_possible(strategy: Strategy) -> bool:
         # Python shows identical warnings only once.
         warn(f"asynchronous saving with strategy={strategy.name!r}: {reason}.")
     return reason is None
+
+
+def _sweep(folder: BucketPath) -> None:
+    from leyden.checkpoint.staged import sweep
+
+    # What cannot be deleted now stays until the next run.
+    with suppress(OSError):
+        sweep(folder, None)
 
 
 class PendingSave:
@@ -59,13 +67,13 @@ class PendingSave:
         copies: Copies,
         facts: Mapping[str, Any],
         holds_exit: bool = False,
-        committed: Callable[[Path], None] | None = None,
+        committed: Callable[[Place], None] | None = None,
     ) -> None:
         self.path = writer.planned
         self.error: BaseException | None = None
         self._writer, self._stack, self._copies, self._facts = writer, stack, copies, facts
         self._committed = committed
-        self._follower: Callable[[Path], None] | None = None
+        self._follower: Callable[[Place], None] | None = None
         self._commit_lock = threading.Lock()
         """Orders `follow` before or after the commit."""
         self._is_committed = False
@@ -91,7 +99,7 @@ class PendingSave:
         """Waits for the thread to end. With several ranks, every rank calls it."""
         self._thread.join(timeout)
 
-    def follow(self, follower: Callable[[Path], None]) -> None:
+    def follow(self, follower: Callable[[Place], None]) -> None:
         """Schedules a call after the commit: in the thread, or immediately if the checkpoint is already committed.
 
         Args:
@@ -138,7 +146,7 @@ class Saves:
     """
 
     def __init__(self, holds_exit: bool = False, plans: ShardPlans | None = None) -> None:
-        self.lock: FolderLock | None = None
+        self.lock: RunLock | None = None
         self._plans = ShardPlans() if plans is None else plans
         self._holds_exit = holds_exit
         self._memory: HostMemory | None = None
@@ -153,30 +161,33 @@ class Saves:
         self._hooks: Hooks | None = None
         self._is_over = False
 
-    def hold(self, lock: FolderLock, ranks: CheckpointRanks) -> None:
-        """Takes a folder's lock for this run. All ranks call it.
+    def hold(self, lock: RunLock, ranks: CheckpointRanks) -> None:
+        """Takes a folder's lock for this run, and clears the leftovers of killed saves. All ranks call it.
 
         Raises:
             LeydenError: on all ranks, if another run holds the folder; names its process.
         """
         ranks.keep(lock.acquire)
         self.lock = lock
+        folder = lock.folder
+        if isinstance(folder, BucketPath):
+            ranks.first(lambda: _sweep(folder))
 
     def write(
         self,
-        path: Path,
+        path: Place,
         contents: Callable[[CheckpointWriter], Mapping[str, Any]],
         *,
         strategy: Strategy,
         ranks: CheckpointRanks,
         overwrite: bool,
-        places: Sequence[tuple[Path, int]] = (),
+        places: Sequence[tuple[Place, int]] = (),
         background: bool = False,
         optimizers: Sequence[Optimizer] = (),
         stepped: Sequence[Optimizer] = (),
         hooks: Hooks | None = None,
-        committed: Callable[[Path], None] | None = None,
-    ) -> Path:
+        committed: Callable[[Place], None] | None = None,
+    ) -> Place:
         """Writes a checkpoint, after waiting for the previous save to end. All ranks call it.
 
         Args:
@@ -207,7 +218,13 @@ class Saves:
         with ExitStack() as stack:
             writer = stack.enter_context(
                 CheckpointWriter(
-                    path, overwrite=overwrite, ranks=ranks, places=places, plans=self._plans, copies=copies
+                    path,
+                    overwrite=overwrite,
+                    ranks=ranks,
+                    places=places,
+                    plans=self._plans,
+                    copies=copies,
+                    check=self._check_lock,
                 )
             )
             facts: dict[str, Any] = {
@@ -226,6 +243,10 @@ class Saves:
             self._make_wait(copies, optimizers, hooks)
             self._pending = PendingSave(writer, stack.pop_all(), copies, facts, self._holds_exit, committed)
             return self._pending.path
+
+    def _check_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.check_held()
 
     @property
     def plans(self) -> ShardPlans:

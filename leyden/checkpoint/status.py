@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.bucket import BucketPath, Place
 from leyden.core.paths import opener
 from leyden.core.saved_state import SavedState
 from leyden.launch.owner import Owner
@@ -37,7 +38,8 @@ class RunStatus:
     Attributes:
         owner: the process of rank 0.
         started: the time at which the fit began, in UTC, ISO 8601.
-        places: the folders of its checkpoints, relative to the run's folder, each with the number of subfolder levels.
+        places: the folders of its checkpoints, relative to the run's folder or as URLs, each with the number of
+            subfolder levels.
         ending: one of the values of ENDINGS; None until the fit has ended.
         ended: the time at which the fit ended; None until then.
         step: the global step at its end; None until then.
@@ -51,15 +53,19 @@ class RunStatus:
     step: int | None = None
 
     @classmethod
-    def begin(cls, folder: Path, places: Sequence[tuple[Path, int]]) -> RunStatus:
+    def begin(cls, folder: Path, places: Sequence[tuple[Place, int]]) -> RunStatus:
         """Records in a run's folder that this process begins a fit.
 
         Args:
             folder: the run's folder.
             places: the folders of its checkpoints, each with the number of subfolder levels.
         """
-        below = [(os.path.relpath(os.path.realpath(place), os.path.realpath(folder)), depth) for place, depth in places]
-        status = cls(owner=Owner.here(), started=_now(), places=below)
+        home = os.path.realpath(folder)
+        named = [
+            (str(place) if isinstance(place, BucketPath) else os.path.relpath(os.path.realpath(place), home), depth)
+            for place, depth in places
+        ]
+        status = cls(owner=Owner.here(), started=_now(), places=named)
         status._write(folder)
         return status
 

@@ -1,19 +1,17 @@
-"""Writes a checkpoint into a temporary sibling folder, then renames that folder into place."""
+"""Writes a checkpoint, in a folder or in a bucket."""
 
 from __future__ import annotations
 
 import datetime
 import errno
 import hashlib
-import itertools
 import json
 import math
 import os
-import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +19,7 @@ from torch import Tensor
 
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.copies import Content, Copies, Tensors, Text
-from leyden.checkpoint.folder import highest_counter, is_checkpoint
-from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.codec import encode
 from leyden.checkpoint.format.errors import CheckpointError, UnsupportedStateError
 from leyden.checkpoint.format.manifest import (
@@ -38,7 +35,6 @@ from leyden.checkpoint.format.manifest import (
     parts_in,
     unsafe,
 )
-from leyden.checkpoint.format.safefile import entry_of, write_file
 from leyden.checkpoint.format.shard_table import Table, file_name, spread, whole_table
 from leyden.checkpoint.format.tensors import (
     TensorCollector,
@@ -50,10 +46,9 @@ from leyden.checkpoint.format.tensors import (
     part_key,
     split,
 )
-from leyden.checkpoint.format.unflushed import Unflushed
 from leyden.checkpoint.nodes import ship
 from leyden.checkpoint.shard_plan import ShardPlans
-from leyden.core.paths import local_path
+from leyden.checkpoint.staged import Staged, StagedFolder, StagedUpload
 from leyden.strategies.fragment import Fragment
 
 if TYPE_CHECKING:
@@ -64,17 +59,18 @@ class CheckpointWriter:
     """Writes one checkpoint. It appears only on `commit`, and is then complete.
 
     Args:
-        path: the folder to write. If it exists, `-v1`, `-v2`, … is appended.
+        path: the folder to write, or its URL in a bucket. If it exists, `-v1`, `-v2`, … is appended.
         overwrite: replace an existing checkpoint or empty folder at `path`. The old one is deleted only after the new
             one is in place.
         ranks: the ranks that write the checkpoint together. Each creates a writer and calls the same methods. All
-            write into one temporary folder, and rank 0 commits when all are done. If one fails, all raise, and the
-            temporary folder is removed.
+            write to one place, and rank 0 commits when all are done. If one fails, all raise, and what was written is
+            removed.
         places: folders, and the number of levels to search below each. The new checkpoint gets a higher save counter
             than any checkpoint found there, or in the folder that holds `path`.
         plans: cached plans from this run's earlier saves, which say which rank writes which shard. None plans from
             scratch.
         copies: snapshots the tensors, so that `commit` can write the files later. None writes each file immediately.
+        check: called just before the checkpoint becomes visible; raises to prevent that.
 
     Raises:
         CheckpointError: from every method, if something cannot be written; names the path and the cause. Earlier
@@ -92,18 +88,25 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | BucketPath,
         *,
         overwrite: bool = False,
         ranks: CheckpointRanks | None = None,
-        places: Sequence[tuple[Path, int]] = (),
+        places: Sequence[tuple[Place, int]] = (),
         plans: ShardPlans | None = None,
         copies: Copies | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        target = place_of(path, "path")
         # Absolute, since user code may change the working directory before the commit.
-        self._target = Path(os.path.abspath(local_path(path, "path")))
-        self._places = {(self._target.parent, 0), *places}
-        self._overwrite = overwrite
+        self._target: Place = target if isinstance(target, BucketPath) else Path(os.path.abspath(target))
+        self._staged: Staged = (
+            StagedUpload(self._target, overwrite)
+            if isinstance(self._target, BucketPath)
+            else StagedFolder(self._target, overwrite)
+        )
+        self._places: set[tuple[Place, int]] = {(self._target.parent, 0), *places}
+        self._check = check
         self._files: dict[str, FileEntry] = {}
         self._copies = copies
         self._deferred: dict[str, Content] = {}
@@ -111,40 +114,26 @@ class CheckpointWriter:
         self._plan_digests: dict[str, str] = {}
         """Digest of the plan for each group of tensors, by file stem; all ranks must have planned the same."""
         self._plans = ShardPlans() if plans is None else plans
-        self._unflushed = Unflushed()
         self._substitutes: Mapping[str, Tensor] = {}
         self._left_out: Collection[str] = ()
         self._open = False
-        self._heartbeat: staging.FolderHeartbeat | None = None
         self._ranks = CheckpointRanks() if ranks is None else ranks
-        self._folder = self._ranks.keep(self._create_folder)
+        begun = self._ranks.keep(self._begin)
         self._open = True
-        if self._ranks.size > 1:
-            try:
-                self._ranks.each(self._check_visible)
-            except BaseException:
-                self.abort()
-                raise
+        try:
+            self._ranks.each(lambda: self._staged.join(begun))
+        except BaseException:
+            self.abort()
+            raise
 
-    def _create_folder(self) -> Path:
-        if self._overwrite and os.path.lexists(self._target) and not _is_replaceable(self._target):
-            what = "is a link" if self._target.is_symlink() else "is not a checkpoint"
-            raise CheckpointError(self._target, f"{what} and is not overwritten. Choose another path.")
+    def _begin(self) -> str:
         with self._write_errors(self._target):
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            folder = staging.sibling(self._target, "tmp")
-            folder.mkdir()
-            self._heartbeat = staging.FolderHeartbeat(folder)
-            staging.sweep(self._target.parent, self._heartbeat.began)
-        return folder
+            return self._staged.begin()
 
-    def _check_visible(self) -> None:
-        if not self._folder.is_dir():
-            raise CheckpointError(
-                self._folder,
-                "is not visible to every rank. Save checkpoints in a folder that all machines share, or use "
-                "ModelCheckpoint(save_on_each_node=True).",
-            )
+    @property
+    def planned(self) -> Place:
+        """The path that `commit` will give the checkpoint, unless another process takes that name first."""
+        return self._staged.planned
 
     def __enter__(self) -> Self:
         return self
@@ -154,13 +143,6 @@ class CheckpointWriter:
             # Report first, then remove: the other ranks may still be writing, and have stopped once they answer.
             self._ranks.report(error)
         self.abort()
-
-    @property
-    def planned(self) -> Path:
-        """The path that `commit` will give the checkpoint, unless another process takes that name first."""
-        if self._overwrite:
-            return self._target
-        return next(path for path in self._candidates() if not os.path.lexists(path))
 
     def beside(self) -> None:
         """Switches to a separate process group, so that a background thread can write the rest of the checkpoint.
@@ -176,18 +158,23 @@ class CheckpointWriter:
 
     @property
     def folder(self) -> Path:
-        """The temporary folder, which `commit` renames."""
-        return self._folder
+        """A local folder for files of user code; see `adopt`. For a bucket each rank has its own."""
+        return self._staged.folder
 
     def adopt(self) -> None:
-        """Adds files that user code has written into `folder`. All ranks call it before they write anything else."""
+        """Adds files that user code has written into `folder`. All ranks call it before they write anything else.
+
+        Of files with the same name in several folders, the first rank's is taken.
+        """
+        # The files of all ranks are complete.
         self._ranks.gather(None)
-        for path in sorted(self._folder.rglob("*")) if self.is_first else ():
-            if path.is_file():
-                name = path.relative_to(self._folder).as_posix()
-                self._check_name(name)
-                with self._write_errors(path):
-                    self._files[name] = entry_of(path)
+        found = self._ranks.gather(self._staged.found(self.is_first))
+        for name in found[self._ranks.rank]:
+            if any(name in others for others in found[: self._ranks.rank]):
+                continue
+            self._check_name(name)
+            with self._write_errors(self._target / name):
+                self._files[name] = self._staged.add(name)
         self._ranks.gather(None)
 
     def json(self, name: str, obj: Any) -> None:
@@ -364,8 +351,8 @@ class CheckpointWriter:
         world_size: int = 1,
         strategy: str = "single_device",
         data_ranks: Sequence[int] = (),
-    ) -> Path:
-        """Completes the checkpoint and renames its folder into place.
+    ) -> Place:
+        """Completes the checkpoint, and makes it visible to readers.
 
         Args:
             progress: `Progress.to_dict()`, written to `progress.json`. Its epoch and global_step also go into the
@@ -382,7 +369,7 @@ class CheckpointWriter:
         self._flush()
         written = self._ranks.gather((self._files, self._plan_digests))
         if len(self._ranks.keepers) > 1:
-            ship([files for files, _ in written], self._folder, self._ranks)
+            ship([files for files, _ in written], self.folder, self._ranks)
         manifest = self._ranks.first(lambda: self._build_manifest(written, progress, world_size, strategy, data_ranks))
         path = self._ranks.first(lambda: self._commit(manifest))
         if len(self._ranks.keepers) > 1:
@@ -395,7 +382,7 @@ class CheckpointWriter:
     def _flush(self) -> None:
         """Waits until every file that this rank has written is on disk."""
         try:
-            self._unflushed.flush()
+            self._staged.flush()
         except OSError as error:
             with self._write_errors(self._target / (error.filename or "")):
                 raise
@@ -429,105 +416,27 @@ class CheckpointWriter:
                 self._files[name] = entry
         return Manifest(
             files=self._files,
-            save_counter=max(highest_counter(*place) for place in self._places) + 1,
+            save_counter=self._staged.next_counter(self._places),
             saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(),
             progress={key: progress[key] for key in ("epoch", "global_step") if key in progress},
             world_size=world_size,
             strategy=strategy,
             versions={"leyden": _version(), "torch": str(torch.__version__)},
             data_ranks=tuple(data_ranks) if len(set(data_ranks)) < len(data_ranks) else (),
+            save_id=self._staged.save_id,
         )
 
-    def _commit(self, manifest: Manifest, same_name: bool = False) -> Path:
-        """Writes the manifest, flushes the folders, and renames the temporary folder.
-
-        Args:
-            manifest: the manifest of all files.
-            same_name: raise if the target exists, instead of appending a version to its name.
-        """
-        for name, entry in manifest.files.items():
-            self._check_size(name, entry)
+    def _commit(self, manifest: Manifest, same_name: bool = False) -> Place:
         with self._write_errors(self._target):
-            parent = self._target.parent
-            if not any(is_checkpoint(path) for path in parent.iterdir() if not staging.is_staging(path.name)):
-                # This is the run's first checkpoint, so the folders above it may be new as well.
-                staging.fsync_above(parent)
-            write_file(self._folder / MANIFEST, [manifest.to_bytes()])
-            for folder in {self._folder / above for name in manifest.files for above in PurePath(name).parents}:
-                staging.fsync_folder(folder)
-            self._stop_heartbeat()
-            if self._overwrite and os.path.lexists(self._target):
-                path = self._replace_target()
-            else:
-                path = self._move_into_place(same_name)
-            self._open = False
+            path = self._staged.commit(manifest, same_name, self._check)
+        self._open = False
         return path
 
-    def _check_size(self, name: str, entry: FileEntry) -> None:
-        """Raises if this rank does not see the whole file, as when another machine wrote it to its own disk."""
-        try:
-            size = os.stat(self._folder / name).st_size
-        except FileNotFoundError:
-            size = 0
-        if size != entry.size:
-            raise CheckpointError(
-                self._target / name,
-                f"was written with {entry.size} bytes by another rank, and has {size} on this one. Save checkpoints in "
-                "a folder that all machines share.",
-            )
-
     def abort(self) -> None:
-        """Removes the temporary folder. A no-op after `commit`."""
+        """Removes what was written. A no-op after `commit`."""
         if self._open:
             self._open = False
-            self._stop_heartbeat()
-            self._unflushed.close()
-            if self._ranks.is_keeper:
-                shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _stop_heartbeat(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-
-    def _move_into_place(self, same_name: bool) -> Path:
-        """Renames the folder to the first free name. If another writer takes that name first, tries the next one."""
-        if same_name and os.path.lexists(self._target):
-            raise CheckpointError(self._target, "exists on this machine, but not on the first one. Remove it.")
-        for path in self._candidates():
-            if os.path.lexists(path):
-                continue
-            try:
-                os.rename(self._folder, path)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                continue
-            staging.fsync_folder(path.parent)
-            return path
-        raise AssertionError("unreachable: itertools.count does not end")
-
-    def _candidates(self) -> Iterator[Path]:
-        """Yields the paths that the checkpoint may get, in order of preference."""
-        yield self._target
-        for version in itertools.count(1):
-            yield self._target.with_name(f"{self._target.name}-v{version}")
-
-    def _replace_target(self) -> Path:
-        """Replaces the old checkpoint with two renames.
-
-        After a kill between them, readers find the old checkpoint under its temporary name, and the next `sweep`
-        restores it.
-        """
-        aside = staging.sibling(self._target, "old")
-        os.rename(self._target, aside)
-        try:
-            os.rename(self._folder, self._target)
-        except OSError:
-            os.rename(aside, self._target)
-            raise
-        staging.fsync_folder(self._target.parent)
-        shutil.rmtree(aside, ignore_errors=True)
-        return self._target
+            self._staged.abort(self._ranks.is_keeper)
 
     def _write_json(self, name: str, obj: Any, of_rank: bool = False, where: str | None = None) -> None:
         """Writes compact JSON on rank 0, or on every rank if `of_rank`. With `where`, refuses more than MAX_PARTS."""
@@ -547,11 +456,8 @@ class CheckpointWriter:
             self._deferred[name] = self._copies.of(name, content)
 
     def _write_now(self, name: str, content: Content) -> None:
-        path = self._folder / name
         with self._write_errors(self._target / name):
-            if "/" in name:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            self._files[name] = content.write(path, self._unflushed)
+            self._files[name] = self._staged.write(name, content)
 
     def _check_name(self, name: str) -> None:
         """Raises if no file of this name can be added."""
@@ -562,7 +468,7 @@ class CheckpointWriter:
             raise CheckpointError(self._target / name, f"cannot be written as {name!r}, {reason or 'which exists'}.")
 
     @contextmanager
-    def _write_errors(self, path: Path) -> Iterator[None]:
+    def _write_errors(self, path: Place) -> Iterator[None]:
         """Turns an OSError in the block into a CheckpointError with advice. A single process also aborts the save."""
         try:
             yield
@@ -570,11 +476,6 @@ class CheckpointWriter:
             if self._ranks.size == 1:
                 self.abort()
             raise CheckpointError(path, f"cannot be written: {error.strerror or error}. {_advice(error)}") from error
-
-
-def _is_replaceable(path: Path) -> bool:
-    """Returns True if `overwrite` may replace the path: a checkpoint or an empty folder."""
-    return is_checkpoint(path) or (path.is_dir() and not path.is_symlink() and not os.listdir(path))
 
 
 def _storage_key(tensor: Tensor) -> tuple[Any, ...]:

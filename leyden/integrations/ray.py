@@ -211,9 +211,10 @@ class RayTrainReportCallback(Callback):
         with self._target(trainer) as folder:
             path = folder / "-".join(f"{key}={value}" for key, value in place.items())
             # One that Ray knows is there after a rollback, and another one if a kill prevented the report.
-            path = trainer.save_checkpoint(path, overwrite=str(path) not in self._reported, asynchronous=False)
-            self._reported.add(str(path))
-            checkpoint = session.Checkpoint.from_directory(path) if trainer.is_global_zero else None
+            overwrite = str(path) not in self._reported
+            written = str(trainer.save_checkpoint(path, overwrite=overwrite, asynchronous=False))
+            self._reported.add(written)
+            checkpoint = session.Checkpoint.from_directory(written) if trainer.is_global_zero else None
             how = {} if self._folder is None else {"checkpoint_upload_mode": session.CheckpointUploadMode.NO_UPLOAD}
             session.report(metrics, checkpoint=checkpoint, **how)
 

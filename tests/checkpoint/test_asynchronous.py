@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from leyden import Accelerator, Trainer
 from leyden.callbacks import Callback, ModelCheckpoint
+from leyden.checkpoint import staged
 from leyden.checkpoint import writer as writing
 from leyden.checkpoint.copies import Copies, HostMemory, addresses_of
 from leyden.checkpoint.format.errors import CheckpointError
@@ -219,7 +220,7 @@ def test_a_failed_save_raises_at_a_later_step(tmp_path: Path, monkeypatch: pytes
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == 3:
                 trainer.finish_saving()
-                monkeypatch.setattr(writing, "write_file", fail)
+                monkeypatch.setattr(staged, "write_file", fail)
                 monkeypatch.setattr(writing.CheckpointWriter, "_commit", fail)
             if trainer.pending_save is not None and trainer.global_step > 4:
                 trainer.pending_save.join()

@@ -100,7 +100,8 @@ CLUSTERS: dict[str, tuple[dict[str, str], str]] = {
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
-    run = [text for marked, _, text in BLOCKS if not marked]
+    # tests/checkpoint/test_bucket_saves.py runs the one in Python.
+    run = [text for marked, language, text in BLOCKS if not marked and language != "python"]
     assert len(run) == len(CLUSTERS) and all(re.search(r"leyden[, ]+launch", text) for text in run)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from leyden.callbacks.base import Callback
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.loggers.logger import Logger
+from leyden.checkpoint.format.bucket import BucketPath, expanded, place_of
 from leyden.core.devices import parse_devices
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.given import UNSET
-from leyden.core.paths import local_path
 from leyden.launch.heartbeat import hang_limit
 from leyden.strategies.base import Strategy
 from leyden.trainer.arguments.replay import replay_of
@@ -112,6 +112,17 @@ class Arguments:
     report: bool = False
     compile: Any = None
 
+    @property
+    def local_root(self) -> str:
+        """The folder of all runs on this machine: the current folder if `default_root_dir` is in a bucket."""
+        return "." if self.bucket is not None else self.default_root_dir
+
+    @property
+    def bucket(self) -> BucketPath | None:
+        """`default_root_dir` if it is in a bucket; else None."""
+        place = place_of(self.default_root_dir, "default_root_dir")
+        return place if isinstance(place, BucketPath) else None
+
 
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
     """Fills in defaults and checks every value.
@@ -201,7 +212,7 @@ def _apply_barebones(values: dict[str, Any]) -> None:
 
 def _implied(arguments: Arguments) -> dict[str, Any]:
     """Returns the arguments that follow from others, or need conversion."""
-    implied: dict[str, Any] = {"default_root_dir": local_path(arguments.default_root_dir, "default_root_dir")}
+    implied: dict[str, Any] = {"default_root_dir": expanded(arguments.default_root_dir, "default_root_dir")}
     if arguments.gradient_clip_val == 0:
         implied["gradient_clip_val"] = None
     if arguments.fast_dev_run:

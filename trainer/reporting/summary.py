@@ -14,9 +14,9 @@ from leyden.trainer.starting.loaders import batch_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
+    from leyden.checkpoint.format.bucket import Place
     from leyden.strategies.base import Strategy
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.run import Run
@@ -57,7 +57,7 @@ def five_lines(strategy: Strategy, loader: Any, accumulated: int, folder: str, s
 def closing_lines(
     progress: Progress,
     checkpoint_callbacks: Sequence[ModelCheckpoint],
-    last_checkpoint: Path | None,
+    last_checkpoint: Place | None,
     reason: str,
     seconds: float,
 ) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from leyden.checkpoint.format.bucket import Place, place_of
+
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
@@ -21,7 +23,7 @@ def checkpoint_callbacks(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]
     return [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
 
 
-def folder_of_last(callbacks: Iterable[Callback], root: str) -> Path:
+def folder_of_last(callbacks: Iterable[Callback], root: str) -> Place:
     """Returns the folder that is locked, and that holds checkpoints of preempted runs: the first ModelCheckpoint's.
 
     Args:
@@ -29,10 +31,10 @@ def folder_of_last(callbacks: Iterable[Callback], root: str) -> Path:
         root: the run's folder.
     """
     first = next(iter(checkpoint_callbacks(callbacks)), None)
-    return Path(root, CHECKPOINTS) if first is None else Path(first.folder_below(root))
+    return Path(root, CHECKPOINTS) if first is None else place_of(first.folder_below(root), "dirpath")
 
 
-def places_of(callbacks: Iterable[Callback], root: str | None) -> list[tuple[Path, int]]:
+def places_of(callbacks: Iterable[Callback], root: str | None) -> list[tuple[Place, int]]:
     """Returns the folders in which "last" is searched for, each with the number of subfolder levels in names.
 
     Args:
@@ -47,7 +49,7 @@ def places_of(callbacks: Iterable[Callback], root: str | None) -> list[tuple[Pat
         if root is not None or not callback.uses_run_folder:
             folder = callback.folder_below(root or "")
             depths[folder] = max(depths.get(folder, 0), callback.depth)
-    return [(Path(folder), depth) for folder, depth in depths.items()]
+    return [(place_of(folder, "dirpath"), depth) for folder, depth in depths.items()]
 
 
 def are_on_each_node(callbacks: Iterable[Callback]) -> bool:

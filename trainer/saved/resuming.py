@@ -19,7 +19,7 @@ from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.errors import CheckpointError, blame
 from leyden.checkpoint.format.manifest import MANIFEST, PROGRESS
 from leyden.checkpoint.hugging_face import HuggingFaceFolder
-from leyden.checkpoint.lock import FolderLock
+from leyden.checkpoint.lock import RunLock, lock_on
 from leyden.checkpoint.nodes import is_shared
 from leyden.checkpoint.owners import saved_data_ranks
 from leyden.checkpoint.reader import CheckpointReader, open_verified
@@ -77,7 +77,7 @@ def open_reader(run: Run, goal: Goal, folder: str | None) -> tuple[Reader | None
                 f"ckpt_path={name!r}: {type(plugin).__name__} cannot list its checkpoints. Pass the path of one, such "
                 "as trainer.last_checkpoint."
             )
-        found = _load_through(plugin, name, Path(run.arguments.default_root_dir), ranks)
+        found = _load_through(plugin, name, Path(run.arguments.local_root), ranks)
         if isinstance(found, ForeignWeights):
             return found, _description_of_file(found, goal, is_fit, strategy.ranks.is_global_zero)
         return found, _description(found, Path(name), goal, strategy.data_size)
@@ -184,7 +184,9 @@ def detect_shared_folders(run: Run) -> None:
         return
     for callback in checkpoint_callbacks(run.callbacks):
         # The versions of a run lie in one file system.
-        folder = run.arguments.default_root_dir if callback.uses_run_folder else callback.folder_below("")
+        folder = run.arguments.local_root if callback.uses_run_folder else callback.folder_below("")
+        if isinstance(place_of(folder, "dirpath"), BucketPath):
+            continue
         callback.saves_on_each_node = not is_shared(folder, CheckpointRanks(run.strategy, folder))
         if callback.saves_on_each_node and not callback.save_on_each_node and run.state.stage == "fit":
             raise ConfigurationError(
@@ -222,7 +224,7 @@ def _path_of(goal: Goal) -> Place:
     return path
 
 
-def lock_of(run: Run) -> FolderLock | None:
+def lock_of(run: Run) -> RunLock | None:
     """Returns the lock of the folder that a fit saves into; None if it saves nothing."""
     saves = bool(checkpoint_callbacks(run.callbacks)) or run.arguments.preemption is not None
     if run.state.stage != "fit" or run.arguments.fast_dev_run or not saves:
@@ -230,7 +232,7 @@ def lock_of(run: Run) -> FolderLock | None:
     first = next(iter(checkpoint_callbacks(run.callbacks)), None)
     if run.folder is None and (first is None or first.uses_run_folder):
         return None
-    return FolderLock(folder_of_last(run.callbacks, run.folder or ""))
+    return lock_on(folder_of_last(run.callbacks, run.folder or ""))
 
 
 def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal, warns: bool) -> None:
@@ -259,7 +261,7 @@ def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal,
             )
 
 
-def rollback_paths_after(path: Path, reader: Reader | None) -> list[Path]:
+def rollback_paths_after(path: Place, reader: Reader | None) -> list[Place]:
     """Returns the checkpoints that a run may roll back to after resuming from one, the newest last.
 
     Normally that checkpoint itself. If it was saved only because its run ended, the checkpoints saved before it: an
@@ -277,16 +279,21 @@ def rollback_paths_after(path: Path, reader: Reader | None) -> list[Path]:
     found = reader.json(ROLLBACK_PATHS)
     if not isinstance(found, list) or not all(isinstance(place, str) for place in found):
         raise CheckpointError(reader.path / f"{ROLLBACK_PATHS}.json", "is not a list of earlier checkpoints.")
-    return [Path(os.path.realpath(os.path.realpath(path.parent) + os.sep + place)) for place in found]
+    with blame(reader.path / f"{ROLLBACK_PATHS}.json"):
+        places = [place_of(place, ROLLBACK_PATHS) for place in found]
+    home = "" if isinstance(path, BucketPath) else os.path.realpath(path.parent)
+    return [
+        place if isinstance(place, BucketPath) else Path(os.path.realpath(os.path.join(home, place)))
+        for place in places
+    ]
 
 
-def continued_path(identity: Identity, reader: Reader | None, goal: Goal) -> Path | None:
+def continued_path(identity: Identity, reader: Reader | None, goal: Goal) -> Place | None:
     """Returns the path of the checkpoint if the fit restores all parts of it and it is this run's own, else None.
 
-    A checkpoint is the run's own if "auto" would accept it, or if `same_run` is given. A rollback never returns to
-    one in a bucket.
+    A checkpoint is the run's own if "auto" would accept it, or if `same_run` is given.
     """
-    if not isinstance(reader, CheckpointReader) or goal.parts != frozenset(PARTS) or not isinstance(reader.path, Path):
+    if not isinstance(reader, CheckpointReader) or goal.parts != frozenset(PARTS):
         return None
     before = Identity.read(reader)
     if before is None or any(difference.counts for difference in identity.differences(before)):

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from leyden.callbacks.base import Callback, refusal
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.folder import is_checkpoint
 from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.reader import CheckpointReader, open_verified
 from leyden.core.errors import LeydenError
@@ -53,7 +55,7 @@ class ReadLoop(Protocol):
         """Draws up to this number of remaining batches of the epoch without training on them."""
 
 
-def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
+def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Place:
     """Rolls a fit back to its last complete checkpoint; see `Trainer.roll_back`.
 
     Args:
@@ -99,7 +101,7 @@ def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
         run.strategy.check_trained()
     if loop is not None:
         loop.pass_over(further_batches)
-    return reader.folder
+    return reader.path
 
 
 def _check_place(run: Run) -> None:
@@ -145,9 +147,9 @@ def _last(run: Run, each_node: bool) -> CheckpointReader:
     Raises:
         LeydenError: if there is none.
     """
-    ranks = CheckpointRanks(run.strategy, run.arguments.default_root_dir, each_node)
+    ranks = CheckpointRanks(run.strategy, run.arguments.local_root, each_node)
     paths = rollback_paths(run)
-    existing = {path for path in paths if os.path.lexists(staging.standing(path))} if ranks.is_keeper else None
+    existing = {path for path in paths if exists(path)} if ranks.is_keeper else None
     existing_by_keeper = [found for found in ranks.gather(existing) if found is not None]
     on_all_keepers = [path for path in paths if all(path in found for found in existing_by_keeper)]
     damaged = 0
@@ -174,15 +176,24 @@ def _last(run: Run, each_node: bool) -> CheckpointReader:
     )
 
 
-def rollback_paths(run: Run) -> list[Path]:
+def rollback_paths(run: Run) -> list[Place]:
     """Returns the checkpoints that a run may roll back to, the newest last.
 
     Those from before a resume are included if they are in a folder that this run saves into.
     """
     folders = [callback.dirpath for callback in checkpoint_callbacks(run.callbacks)]
-    own = [os.path.realpath(folder) for folder in folders if folder is not None]
-    before = [Path(os.path.realpath(path)) for path in run.continued]
-    return [*(path for path in before if any(path.is_relative_to(folder) for folder in own)), *run.saved]
+    own = [_real(place_of(folder, "dirpath")) for folder in folders if folder is not None]
+    before = [_real(path) for path in run.continued]
+    return [*(path for path in before if any(folder in own for folder in path.parents)), *run.saved]
+
+
+def _real(path: Place) -> Place:
+    return path if isinstance(path, BucketPath) else Path(os.path.realpath(path))
+
+
+def exists(path: Place) -> bool:
+    """Returns True if a checkpoint is at this path, or was moved aside from it."""
+    return is_checkpoint(path) if isinstance(path, BucketPath) else os.path.lexists(staging.standing(path))
 
 
 # epochs ---------------------------------------------------------------------------------------------------------------

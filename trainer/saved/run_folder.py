@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.callbacks.loggers.logger import FolderLogger, Logger, claim_version, read_run_id, version_of, write_run_id
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.folder import all_checkpoints
+from leyden.checkpoint.format.bucket import BucketPath, Place
 from leyden.checkpoint.format.errors import CheckpointError, blame
 from leyden.checkpoint.format.listing import ordered
 from leyden.checkpoint.reader import CheckpointReader
@@ -94,15 +95,17 @@ def enter_folder(run: Run, reader: Reader | None, goal: Goal) -> str | None:
     return _agreed(run.strategy, versions, entered)
 
 
-def record_of(folder: str | None, path: Path) -> dict[str, str] | None:
+def record_of(folder: str | None, path: Place) -> dict[str, str] | None:
     """Returns the record of the run's folder for a checkpoint at this path; None if there is no such folder."""
     run = None if folder is None else read_run_id(Path(folder))
     if folder is None or run is None:
         return None
-    return {"folder": os.path.relpath(os.path.realpath(folder), os.path.realpath(path.parent)), "run": run}
+    home = os.path.realpath(folder)
+    place = os.path.relpath(home, os.path.realpath(path.parent)) if isinstance(path, Path) else home
+    return {"folder": place, "run": run}
 
 
-def accepts(run: Run, goal: Goal, folder: str | None) -> Callable[[Path], bool] | None:
+def accepts(run: Run, goal: Goal, folder: str | None) -> Callable[[Place], bool] | None:
     """Returns a function that tells the checkpoints of this run from others; None if a folder decides.
 
     It is for a `dirpath` that several runs may use, beside checkpoints in the run's folder.
@@ -112,8 +115,8 @@ def accepts(run: Run, goal: Goal, folder: str | None) -> Callable[[Path], bool] 
         return None
     identity, home = _wanted(goal, run.module, run.datamodule), os.path.realpath(folder)
 
-    def accepted(path: Path) -> bool:
-        if Path(os.path.realpath(path)).is_relative_to(home):
+    def accepted(path: Place) -> bool:
+        if isinstance(path, Path) and Path(os.path.realpath(path)).is_relative_to(home):
             return True
         with suppress(CheckpointError):
             reader = CheckpointReader(path)
@@ -156,7 +159,7 @@ class Versions:
         self._lead: Logger | None = next(folders, next(iter(loggers), None))
         """The logger that names the run's folder: the first that writes to one, else the first."""
         self._saving = checkpoint_callbacks(callbacks)
-        home = arguments.default_root_dir
+        home = arguments.local_root
         self.root = home if self._lead is None else self._lead.runs_below(home)
         self.place_checkpoints = not self._saving or any(callback.uses_run_folder for callback in self._saving)
 
@@ -181,13 +184,13 @@ class Versions:
     def given(self) -> str | None:
         """The folder that the user's `version` of the logger names; None without one."""
         lead = self._lead
-        return lead.given_folder(self._arguments.default_root_dir) if isinstance(lead, FolderLogger) else None
+        return lead.given_folder(self._arguments.local_root) if isinstance(lead, FolderLogger) else None
 
     @property
     def claimed(self) -> str | None:
         """The folder that the logger has claimed before the run; None if it has not."""
         lead = self._lead
-        return lead.claimed_folder(self._arguments.default_root_dir) if isinstance(lead, FolderLogger) else None
+        return lead.claimed_folder(self._arguments.local_root) if isinstance(lead, FolderLogger) else None
 
     def empty(self) -> str | None:
         """Returns the folder that the logger has claimed before the run, if it holds no checkpoint."""
@@ -232,7 +235,7 @@ class Versions:
                 "has versions whose checkpoints are all damaged, so that nothing tells which training saved them. "
                 f"Remove them to start from scratch. {'; '.join(damaged)}",
             )
-        old = Path(self._arguments.default_root_dir, CHECKPOINTS)
+        old = Path(self._arguments.local_root, CHECKPOINTS)
         if identity is not None and _holds_own(old, depth, identity, []):
             warn(
                 f"{old} holds checkpoints of this training by an earlier version of Leyden. 'auto' starts anew in a "
@@ -255,9 +258,10 @@ class Versions:
             place, saved = (found.get("folder"), found.get("run")) if isinstance(found, dict) else (None, None)
             if not isinstance(place, str) or not isinstance(saved, str) or "\0" in place:
                 raise CheckpointError(reader.path / f"{RECORD}.json", "does not name the folder of a run.")
-            if not isinstance(reader.path, Path):
+            if isinstance(reader.path, BucketPath) and not os.path.isabs(place):
                 return None
-            folder = Path(os.path.realpath(os.path.join(os.path.realpath(reader.path.parent), place)))
+            near = "" if isinstance(reader.path, BucketPath) else os.path.realpath(reader.path.parent)
+            folder = Path(os.path.realpath(os.path.join(near, place)))
             name: int | str = folder.name if folder.parent == Path(os.path.realpath(self.root)) else ""
         else:
             state = self._logger_state(reader)

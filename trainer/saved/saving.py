@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from leyden.checkpoint.checkpoint_io import CheckpointIO, pack
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.format.bucket import BucketPath, Place
 from leyden.checkpoint.format.codec import check_encodable
 from leyden.checkpoint.frozen import FILE as FROZEN
 from leyden.checkpoint.frozen import FrozenPart, frozen_part
@@ -28,7 +29,7 @@ from leyden.trainer.reporting.command import Command
 from leyden.trainer.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, places_of
 from leyden.trainer.saved.identity import FILE as IDENTITY
 from leyden.trainer.saved.resuming import ROLLBACK_PATHS
-from leyden.trainer.saved.rolling_back import check_reaches_all_ranks, rollback_paths
+from leyden.trainer.saved.rolling_back import check_reaches_all_ranks, exists, rollback_paths
 from leyden.trainer.saved.run_folder import RECORD, record_of
 from leyden.trainer.saved.states import UserStates, rank_owners, step_states_of
 from leyden.trainer.starting.build import saves_asynchronously
@@ -55,7 +56,7 @@ class SavedLoop(Protocol):
         """Returns the state of the loop on this rank."""
 
 
-def store(run: Run, loop: SavedLoop | None, path: Path, options: Any, **what: bool) -> Path:
+def store(run: Run, loop: SavedLoop | None, path: Place, options: Any, **what: bool) -> Place:
     """Saves a checkpoint of the run as a folder, or through the run's CheckpointIO plugin; see `save_through`.
 
     Raises:
@@ -73,14 +74,14 @@ def store(run: Run, loop: SavedLoop | None, path: Path, options: Any, **what: bo
 def save(
     run: Run,
     loop: SavedLoop | None,
-    path: Path,
+    path: Place,
     *,
     weights_only: bool,
     trainable_only: bool,
     exact: bool,
     overwrite: bool,
     asynchronous: bool,
-) -> Path:
+) -> Place:
     """Writes a checkpoint folder of the run; see `Trainer.save_checkpoint`.
 
     Args:
@@ -122,7 +123,7 @@ def save(
         else:
             _save_states(run, users, loop, writer, ranks, path)
             if not is_scheduled:
-                writer.json(ROLLBACK_PATHS, _relative(rollback_paths(run), Path(os.path.realpath(path.parent))))
+                writer.json(ROLLBACK_PATHS, _named(rollback_paths(run), path.parent))
         if hparams := users.hparams():
             writer.state("hparams", hparams)
         return progress.to_dict()
@@ -175,8 +176,8 @@ def _is_scheduled(hooks: Hooks, progress: Progress) -> bool:
 
 
 def save_through(
-    plugin: CheckpointIO, run: Run, loop: SavedLoop | None, path: Path, options: Any, **what: bool
-) -> Path:
+    plugin: CheckpointIO, run: Run, loop: SavedLoop | None, path: Place, options: Any, **what: bool
+) -> Place:
     """Stores a checkpoint of the run through a plugin, on the first rank; see `save` for the other arguments.
 
     All ranks write a temporary folder. The first rank reads it back as a dict for the plugin, then deletes it.
@@ -194,7 +195,7 @@ def save_through(
     ranks = CheckpointRanks(run.engine.strategy, path)
     if not what["overwrite"]:
         path = ranks.first(lambda: _free(path))
-    folder = ranks.first(lambda: _temporary(Path(run.arguments.default_root_dir)))
+    folder = ranks.first(lambda: _temporary(Path(run.arguments.local_root)))
     try:
         what |= {"asynchronous": False, "overwrite": False}
         written = save(run, loop, folder / "checkpoint", **what)
@@ -209,8 +210,10 @@ def save_through(
     return path
 
 
-def _free(path: Path) -> Path:
-    """Returns the path, with the first free version suffix if it exists."""
+def _free(path: Place) -> Place:
+    """Returns the path, with the first free version suffix if it exists. In a bucket only the plugin knows."""
+    if isinstance(path, BucketPath):
+        return path
     names = (path.with_name(f"{path.name}-v{number}") for number in itertools.count(1))
     return next(one for one in itertools.chain([path], names) if not os.path.lexists(one))
 
@@ -221,13 +224,20 @@ def _temporary(root: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=root)).absolute()
 
 
-def _relative(places: Iterable[Path], folder: Path) -> list[str]:
-    """Returns the paths that still exist, relative to a folder."""
-    return [os.path.relpath(os.path.realpath(place), folder) for place in places if os.path.lexists(place)]
+def _named(places: Iterable[Place], folder: Place) -> list[str]:
+    """Returns the paths that still exist: relative to the folder if both are local."""
+    existing = list(filter(exists, places))
+    if isinstance(folder, BucketPath):
+        return [str(place) for place in existing]
+    home = os.path.realpath(folder)
+    return [
+        str(place) if isinstance(place, BucketPath) else os.path.relpath(os.path.realpath(place), home)
+        for place in existing
+    ]
 
 
 def _save_states(
-    run: Run, users: UserStates, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks, path: Path
+    run: Run, users: UserStates, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks, path: Place
 ) -> None:
     """Writes the weights and all other states of the run."""
     composed = users.compose(run.progress)

@@ -11,8 +11,10 @@ from leyden.callbacks.loggers.logger import Logger
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.core.given import as_list
 from leyden.core.ported import ported
+from leyden.trainer.saved.checkpoint_folders import checkpoint_callbacks
 
 if TYPE_CHECKING:
+    from leyden.checkpoint.format.bucket import BucketPath
     from leyden.trainer.arguments.replay import Replay
     from leyden.trainer.module import TrainModule
 
@@ -25,12 +27,14 @@ class CallbackList:
 
     Args:
         callbacks: the callbacks passed to the Trainer.
+        bucket: the folder in a bucket for checkpoints of callbacks that name none; None for the run's folder.
 
     Attributes:
         now: the list that users see and may change.
     """
 
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
+    def __init__(self, callbacks: Iterable[Callback], bucket: BucketPath | None = None) -> None:
+        self._bucket = bucket
         self.now = list(callbacks)
         self._lasting = list(callbacks)
         """The callbacks that take part in every run."""
@@ -61,6 +65,11 @@ class CallbackList:
         seen = merge_callbacks(self._lasting, own, self._module_kind)
         self._seen = seen if replay is None else list(in_order(replay.callbacks(seen)))
         self.now = list(self._seen)
+        self._place_checkpoints(self.now)
+
+    def _place_checkpoints(self, callbacks: Iterable[Callback]) -> None:
+        for callback in checkpoint_callbacks(callbacks):
+            callback.save_below(self._bucket)
 
     def take_added(self) -> list[Callback]:
         """Returns the callbacks added to the list since the previous call, and includes them in all runs from now on.
@@ -70,6 +79,7 @@ class CallbackList:
         """
         added = [callback for callback in self.now if not holds(self._seen, callback)]
         check_callbacks(added, "trainer.callbacks")
+        self._place_checkpoints(added)
         self._lasting += added
         self._seen += added
         return added

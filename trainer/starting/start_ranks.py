@@ -20,6 +20,7 @@ from leyden.data.rng import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
+    from leyden.checkpoint.format.bucket import Place
     from leyden.strategies.ranks import Ranks
     from leyden.trainer.events.preemption import Preemption
     from leyden.trainer.module import TrainModule
@@ -85,7 +86,7 @@ def _with_random_numbers(
     return on_rank(*args)
 
 
-def final_state(run: Run, callbacks: Iterable[Callback], result: Any, last_checkpoint: Path | None) -> dict[str, Any]:
+def final_state(run: Run, callbacks: Iterable[Callback], result: Any, last_checkpoint: Place | None) -> dict[str, Any]:
     """Returns the data that rank 0 sends to the parent process when the run has ended.
 
     Args:

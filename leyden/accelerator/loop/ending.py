@@ -16,7 +16,7 @@ from leyden.trainer.events.signals import NOTICE, Signals
 
 if TYPE_CHECKING:
     from leyden.accelerator.loop.stepping import Stepping
-    from leyden.checkpoint.lock import FolderLock
+    from leyden.checkpoint.lock import RunLock
     from leyden.trainer.events.preemption import Preemption
 
 
@@ -33,7 +33,7 @@ class LoopEnd:
         lock: the loop's exclusive lock on its folder; None without one.
     """
 
-    def __init__(self, preemption: Preemption | None, stepping: Stepping, lock: FolderLock | None) -> None:
+    def __init__(self, preemption: Preemption | None, stepping: Stepping, lock: RunLock | None) -> None:
         self._preemption, self._stepping, self._lock = preemption, stepping, lock
         self._ranks = stepping.strategy.ranks
         numbers, code = ((), 0) if preemption is None else (preemption.numbers, preemption.exit_code)
@@ -138,7 +138,7 @@ class LoopEnd:
             self._lock.release()
 
 
-def _drop(signals: Signals, lock: FolderLock | None) -> None:
+def _drop(signals: Signals, lock: RunLock | None) -> None:
     """Releases the handlers and lock of an Accelerator that was garbage-collected before its loop ended."""
     signals.give_up()
     if lock is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -66,7 +65,7 @@ class Stepping(Engine):
             overrides(strategy, "step", Strategy) or overrides(precision, "step", Precision) or precision.may_skip
         )
         self._clips_to = None if self.strategy.drives_one else options.clips_to
-        self.beat = LoopBeat(self.strategy.ranks, options.hang_timeout, os.fspath(options.project.project_dir or "."))
+        self.beat = LoopBeat(self.strategy.ranks, options.hang_timeout, options.project.local_folder)
         """Heartbeat for the hang watchdog."""
         self.staged = StagedSteps(self)
         """Runs the steps of a pipeline-parallel model."""

@@ -19,7 +19,7 @@ from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
 from leyden.checkpoint.format.bucket import Place, place_of
 from leyden.checkpoint.format.errors import CheckpointError, blame, naming
-from leyden.checkpoint.lock import FolderLock
+from leyden.checkpoint.lock import lock_on
 from leyden.checkpoint.owners import (
     RankStates,
     StateOwner,
@@ -32,7 +32,6 @@ from leyden.checkpoint.saves import Saves, is_possible
 from leyden.checkpoint.step_states import SCHEDULERS, StepStates, check_count
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.core.errors import ConfigurationError, LeydenError, kind_of, nearest
-from leyden.core.paths import local_path
 from leyden.core.rank_zero import inform
 from leyden.core.saved_state import SavedState
 from leyden.data.rng import RandomNumbers
@@ -132,7 +131,7 @@ def _check_same_folder(accelerator: Accelerator, name: str, path: Place) -> None
         )
 
 
-def save_folder(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
+def save_folder(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Place:
     """Returns the folder of a save; rank 0 chooses automatic names for all ranks.
 
     Raises:
@@ -142,15 +141,19 @@ def save_folder(accelerator: Accelerator, output_dir: str | os.PathLike[str] | N
     """
     path = _save_folder(accelerator, output_dir)
     lock = accelerator.saves.lock
-    if lock is not None and lock.is_released and os.path.realpath(path.parent) == os.path.realpath(lock.path.parent):
+    if lock is not None and lock.is_released and _is_same(path.parent, lock.folder):
         raise LeydenError(
-            f"save_state() after end_training(), which released {lock.path.parent} to other runs. Call save_state() "
+            f"save_state() after end_training(), which released {lock.folder} to other runs. Call save_state() "
             "first, or pass a path outside of that folder."
         )
     return path
 
 
-def _save_folder(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
+def _is_same(one: Place, other: Place) -> bool:
+    return one == other or os.path.realpath(str(one)) == os.path.realpath(str(other))
+
+
+def _save_folder(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Place:
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming or (output_dir is None and accelerator.options.resumes):
         folder = config.checkpoint_folder
@@ -160,9 +163,10 @@ def _save_folder(accelerator: Accelerator, output_dir: str | os.PathLike[str] | 
             "save_state() needs a folder. Use save_state('path'), Accelerator(project_dir=…, resume='auto'), or "
             "Accelerator(project_dir=…, project_config=ProjectConfiguration(automatic_checkpoint_naming=True))."
         )
-    path = Path(local_path(output_dir, "output_dir"))
+    path = place_of(output_dir, "output_dir")
     _check_same_folder(accelerator, "save_state", path)
-    CheckpointRanks(accelerator.strategy, path).first(lambda: _remove_empty_folder(path))
+    if isinstance(path, Path):
+        CheckpointRanks(accelerator.strategy, path).first(lambda: _remove_empty_folder(Path(path)))
     return path
 
 
@@ -186,7 +190,7 @@ def check_format(safe_serialization: bool) -> None:
 
 def save_in_time(
     accelerator: Accelerator, stepping: Stepping, output_dir: str | os.PathLike[str] | None, asynchronous: bool
-) -> Path:
+) -> Place:
     """Writes a checkpoint, now or once the open accumulation window closes; returns its folder.
 
     Args:
@@ -213,10 +217,10 @@ def _save_deferred(stepping: Stepping, *args: Any) -> None:
 
 def save(
     accelerator: Accelerator,
-    path: Path,
+    path: Place,
     requested: tuple[PreparedLoader, int] | None = None,
     asynchronous: bool = False,
-) -> Path:
+) -> Place:
     """Writes a checkpoint, then deletes old ones above the limit.
 
     Args:
@@ -263,7 +267,7 @@ def save(
     return saved
 
 
-def _is_automatic(accelerator: Accelerator, path: Path) -> bool:
+def _is_automatic(accelerator: Accelerator, path: Place) -> bool:
     """Returns True for an automatically named checkpoint, which counts toward the limit."""
     config = accelerator.project_configuration
     names = config.automatic_checkpoint_naming or accelerator.options.resumes
@@ -308,7 +312,7 @@ def _progress(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def _remove_old(folder: Path, limit: int | None) -> None:
+def _remove_old(folder: Place, limit: int | None) -> None:
     """Deletes the oldest automatic checkpoints above the limit, once the new one is committed."""
     if limit is None:
         return
@@ -356,7 +360,7 @@ def saves_of(strategy: Strategy, options: Options) -> Saves:
         return saves
     # `project_dir` may be set later, and a script may change its working directory.
     folder = options.project.checkpoint_folder.absolute()
-    lock = FolderLock(folder, elsewhere="Accelerator(project_dir=…). accelerator.end_training() releases it")
+    lock = lock_on(folder, elsewhere="Accelerator(project_dir=…). accelerator.end_training() releases it")
     saves.hold(lock, CheckpointRanks(strategy, folder))
     return saves
 

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from leyden.checkpoint.folder import is_checkpoint
+from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.paths import local_path
 
@@ -121,15 +122,25 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     @property
-    def checkpoint_folder(self) -> Path:
+    def checkpoint_folder(self) -> Place:
         """Folder of the automatically named checkpoints."""
         assert self.project_dir is not None, "the Accelerator checks this"
-        return Path(self.project_dir) / "checkpoints"
+        return place_of(self.project_dir, "project_dir") / "checkpoints"
+
+    @property
+    def local_folder(self) -> str:
+        """The run's folder; the working directory if it has none on this machine."""
+        if self.project_dir is None or isinstance(self.checkpoint_folder, BucketPath):
+            return "."
+        return os.fspath(self.project_dir)
 
     def next_name(self) -> str:
         """Returns the next automatic name, skipping names that an earlier run has used in the same folder."""
         names = (f"checkpoint_{number}" for number in itertools.count(self.iteration))
-        return next(name for name in names if not os.path.lexists(self.checkpoint_folder / name))
+        folder = self.checkpoint_folder
+        if isinstance(folder, BucketPath):
+            return next(name for name in names if not is_checkpoint(folder / name))
+        return next(name for name in names if not os.path.lexists(folder / name))
 
     def continue_after(self, path: Place) -> None:
         """Continues the numbering after a checkpoint, if it was named automatically."""
@@ -139,10 +150,9 @@ class ProjectConfiguration:
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Sets the run's folder, and the trackers' folder if it is not set."""
-        if project_dir is not None:
-            local_path(project_dir, "project_dir")
+        is_local = project_dir is None or not isinstance(place_of(project_dir, "project_dir"), BucketPath)
         self.project_dir = project_dir
-        if self.logging_dir is None:
+        if self.logging_dir is None and is_local:
             self.logging_dir = project_dir
 
 

@@ -7,18 +7,32 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeAlias
+from datetime import datetime, timedelta
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias, TypeVar
 
 from leyden.core.errors import ConfigurationError, needs
 from leyden.core.paths import local_path
 
+PART = 8 * 1024 * 1024
+"""The fewest bytes in a part of an upload, except for the last."""
+MOST_PARTS = 9_000
+"""Parts of an upload. S3 accepts 10,000."""
+PARALLEL = 4
+TIMEOUT = timedelta(minutes=2)
+"""How long a request may take. A part of 8 MiB needs 70 kB/s."""
+RETRIES: Any = {
+    "max_retries": 12,
+    "retry_timeout": timedelta(minutes=5),
+    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=15), "base": 4},
+}
+"""How a request is repeated that a store refuses for the moment, or that is cut off: for about a minute."""
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "memory")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<bucket>[^/]*)/*(?P<key>.*)", re.DOTALL)
 
 
 class BucketPath:
-    """A file or a folder in a bucket, with the methods of `pathlib.Path` that reading a checkpoint needs.
+    """A file or a folder in a bucket, with the methods of `pathlib.Path` that checkpoints need.
 
     A bucket has no folders: a folder is what the keys of some objects begin with. It is no `os.PathLike`, so that no
     function for local files takes it by mistake.
@@ -27,9 +41,10 @@ class BucketPath:
         url: such as `s3://bucket/runs/one`. obstore connects to the store, with the credentials in the environment.
 
     Raises:
-        ConfigurationError: if the URL has an unknown scheme, no bucket or a part `..`; from every method that reads, if
-            obstore rejects the settings.
-        MissingExtraError: from every method that reads, if obstore is not installed.
+        ConfigurationError: if the URL has an unknown scheme, no bucket or a part `..`; from every method that connects,
+            if obstore rejects the settings.
+        MissingExtraError: from every method that connects, if obstore is not installed.
+        OSError: from every method that connects, if the store refuses or cannot be reached; names the cause.
 
     Example:
         >>> checkpoint = BucketPath("memory://bucket/run/") / "step=5"
@@ -78,17 +93,43 @@ class BucketPath:
         """The folder that holds this file or folder."""
         return BucketPath(f"{self._root}/{self._key.rpartition('/')[0]}")
 
+    @property
+    def parents(self) -> list[BucketPath]:
+        """The folders above this one, the nearest first."""
+        parts = self._key.split("/")[:-1]
+        return [BucketPath("/".join([self._root, *parts[:count]])) for count in range(len(parts), -1, -1)]
+
+    def absolute(self) -> BucketPath:
+        """Returns this path: a URL is absolute."""
+        return self
+
+    def with_name(self, name: str) -> BucketPath:
+        """Returns the file or folder of another name beside this one."""
+        return self.parent / name
+
+    def relative_to(self, folder: BucketPath) -> PurePosixPath:
+        """Returns the path from a folder above.
+
+        Raises:
+            ValueError: if this path is not below the folder.
+        """
+        return PurePosixPath(str(self)).relative_to(str(folder))
+
     def is_file(self) -> bool:
         """Returns True if there is an object of this name."""
+        return self.changed() is not None
+
+    def changed(self) -> datetime | None:
+        """Returns when the object was written, by the store's clock; None if there is no such object."""
         obstore = _obstore()
         if not self._key:
-            return False
+            return None
         try:
             with _requests():
-                obstore.head(self._store, self._key)
+                found: datetime = obstore.head(self._store, self._key)["last_modified"]
         except FileNotFoundError:
-            return False
-        return True
+            return None
+        return found
 
     def is_dir(self) -> bool:
         """Returns True if there is an object below this name."""
@@ -113,6 +154,78 @@ class BucketPath:
             found = obstore.list_with_delimiter(self._store, self._key or None)
         yield from sorted([*found["common_prefixes"], *(entry["path"] for entry in found["objects"])])
 
+    def below(self) -> Iterator[tuple[BucketPath, datetime]]:
+        """Yields all objects below this name, each with the time when it was written."""
+        obstore = _obstore()
+        with _requests():
+            for page in obstore.list(self._store, self._key or None):
+                for entry in page:
+                    yield BucketPath(f"{self._root}/{entry['path']}"), entry["last_modified"]
+
+    def delete(self, paths: Sequence[BucketPath]) -> None:
+        """Deletes objects of this bucket. Ones that do not exist are skipped."""
+        obstore = _obstore()
+        with _requests():
+            obstore.delete(self._store, [path._key for path in paths])
+
+    def write_bytes(self, data: bytes) -> None:
+        """Writes the object, or replaces it."""
+        obstore = _obstore()
+        try:
+            with _requests():
+                obstore.put(self._store, self._key, data, use_multipart=False)
+        except OSError:
+            # The store may have carried it out, and the answer was lost.
+            if not self._holds(data):
+                raise
+
+    def create(self, data: bytes) -> bool:
+        """Writes the object only if there is none of its name.
+
+        A request that the store has carried out, but whose answer was lost, is repeated and then refused. So what the
+        store holds decides: the data should be unique.
+
+        Returns:
+            True if the object holds the data now, False if it holds something else.
+        """
+        obstore = _obstore()
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            with _requests():
+                obstore.put(self._store, self._key, data, mode="create", use_multipart=False)
+            return True
+        except (AlreadyExistsError, PreconditionError):
+            return self._holds(data)
+        except OSError:
+            if not self._holds(data):
+                raise
+            return True
+
+    def _holds(self, data: bytes) -> bool:
+        """Returns True if the object is there, and holds these bytes."""
+        try:
+            return self.read_bytes(len(data) + 1) == data
+        except FileNotFoundError:
+            return False
+
+    @contextmanager
+    def upload(self, size: int) -> Iterator[Any]:
+        """Yields a file to write. The object exists after the block, and not at all if the block raises.
+
+        Up to `PARALLEL` parts are sent at a time, and as many are held in memory.
+
+        Args:
+            size: about how many bytes the file will have.
+        """
+        obstore = _obstore()
+        part = max(PART, -(-size // MOST_PARTS))
+        with (
+            _requests(),
+            obstore.open_writer(self._store, self._key, buffer_size=part, max_concurrency=PARALLEL) as file,
+        ):
+            yield file
+
     def read_bytes(self, most: int) -> bytes:
         """Returns the object's bytes, or the first `most` of them."""
         obstore = _obstore()
@@ -121,6 +234,14 @@ class BucketPath:
             if found.meta["size"] <= most:
                 return bytes(found.bytes())
             return bytes(obstore.get_range(self._store, self._key, start=0, length=most))
+
+    def download(self, target: Path) -> None:
+        """Copies the object to a local file, whose folder is created."""
+        obstore = _obstore()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _requests(), target.open("wb") as file:
+            for piece in obstore.get(self._store, self._key).stream():
+                file.write(piece)
 
     def open_inside(self, name: str) -> tuple[BucketFile, int]:
         """Returns a file in this folder, and its size in bytes."""
@@ -181,6 +302,7 @@ class BucketPart:
 
 Place: TypeAlias = Path | BucketPath
 """A local file or folder, or one in a bucket."""
+AnyPlace = TypeVar("AnyPlace", bound=Place)
 
 
 def place_of(path: str | os.PathLike[str] | BucketPath, name: str) -> Place:
@@ -210,6 +332,18 @@ def place_of(path: str | os.PathLike[str] | BucketPath, name: str) -> Place:
     return BucketPath(os.fspath(path))
 
 
+def expanded(path: str | os.PathLike[str] | BucketPath, name: str) -> str:
+    """Returns a path that a user passed as text, with `~` expanded; see `place_of`."""
+    place = place_of(path, name)
+    return str(place) if isinstance(place, BucketPath) else local_path(str(path), name)
+
+
+def absolute(path: str | os.PathLike[str] | BucketPath, name: str) -> str:
+    """Returns a path that a user passed as text: an absolute path, or a URL; see `place_of`."""
+    place = place_of(path, name)
+    return str(place) if isinstance(place, BucketPath) else os.path.abspath(place)
+
+
 def _obstore() -> Any:
     """Returns the package, which only URLs need."""
     with needs("obstore", "remote", "a URL of a bucket"):
@@ -227,9 +361,9 @@ def store_of(url: str) -> Any:
         return MemoryStore()
     # Local servers have no certificates. obstore refuses http:// otherwise.
     is_plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
-    options: Any = {"allow_http": True} if is_plain else None
+    options: Any = {"timeout": TIMEOUT, "allow_http": is_plain}
     try:
-        return from_url(url, client_options=options)
+        return from_url(url, client_options=options, retry_config=RETRIES)
     except (exceptions.BaseError, ValueError) as error:
         raise ConfigurationError(f"{url} cannot be used: {_cause(error)}") from error
 
@@ -237,12 +371,14 @@ def store_of(url: str) -> Any:
 @contextmanager
 def _requests() -> Iterator[None]:
     """Turns obstore's errors in the block into OSErrors, which have a line of text."""
-    from obstore.exceptions import BaseError
+    from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
     try:
         yield
     except FileNotFoundError as error:
         raise FileNotFoundError(_cause(error)) from None
+    except (AlreadyExistsError, PreconditionError):
+        raise
     except BaseError as error:
         raise OSError(_cause(error)) from error
 

@@ -24,9 +24,9 @@ EXTRA = "model-extra"
 # An entry alongside the hyperparameters' owners: which arguments were left out, and which one argument held them all.
 KEPT = "kept"
 
-# Version 2 adds `data_ranks`, version 3 files whose checksums are not SHA-256. A manifest with neither is written as
-# version 1, which older versions of Leyden can read.
-FORMAT, SHARED_RANKS, FIRST_FORMAT = 3, 2, 1
+# Version 2 adds `data_ranks`, version 3 files whose checksums are not SHA-256, version 4 `save_id`. A manifest has the
+# lowest version that it needs, so that older versions of Leyden can read it.
+FORMAT, HASHED, SHARED_RANKS, FIRST_FORMAT = 4, 3, 2, 1
 SHA256, XXH3 = "sha256", "xxh3_64"
 CHUNK = 64 * 1024 * 1024
 MIN_CHUNK = 4 * 1024
@@ -127,6 +127,7 @@ class Manifest:
         strategy: the name of the run's strategy.
         versions: the versions of leyden and torch.
         data_ranks: the data rank of each rank, if several ranks shared one; otherwise empty.
+        save_id: the subfolder that holds the other files, of a checkpoint that was saved to a bucket; otherwise empty.
     """
 
     files: Mapping[str, FileEntry]
@@ -137,12 +138,15 @@ class Manifest:
     strategy: str
     versions: Mapping[str, str] = field(default_factory=dict)
     data_ranks: tuple[int, ...] = ()
+    save_id: str = ""
 
     @property
     def format(self) -> int:
         """The version of the file format."""
-        if any(entry.algorithm != SHA256 for entry in self.files.values()):
+        if self.save_id:
             return FORMAT
+        if any(entry.algorithm != SHA256 for entry in self.files.values()):
+            return HASHED
         return SHARED_RANKS if self.data_ranks else FIRST_FORMAT
 
     def to_bytes(self) -> bytes:
@@ -156,6 +160,7 @@ class Manifest:
             "world_size": self.world_size,
             "strategy": self.strategy,
             **({"data_ranks": list(self.data_ranks)} if self.data_ranks else {}),
+            **({"save_id": self.save_id} if self.save_id else {}),
             "versions": dict(self.versions),
             "files": {
                 name: {"size": entry.size, "chunk": entry.chunk, entry.algorithm: list(entry.sums)}
@@ -191,11 +196,14 @@ class Manifest:
                 strategy=str(parsed["strategy"]),
                 versions=dict(parsed["versions"]),
                 data_ranks=tuple(int(rank) for rank in parsed.get("data_ranks", ())),
+                save_id=str(parsed.get("save_id", "")),
             )
         except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"it is not a manifest ({type(error).__name__}: {error})") from error
         if set(manifest.data_ranks) != set(range(len(set(manifest.data_ranks)))):
             raise ValueError(f"it lists the data ranks {list(manifest.data_ranks)}, of which one is missing")
+        if manifest.save_id and unsafe(manifest.save_id):
+            raise ValueError(f"it says that its files lie in {manifest.save_id!r}, {unsafe(manifest.save_id)}")
         for name, entry in manifest.files.items():
             reason = unsafe(name)
             if reason:

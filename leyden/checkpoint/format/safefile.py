@@ -60,27 +60,35 @@ _BY_NAME = {name: dtype for dtype, name in NATIVE.items()}
 
 
 def write_file(
-    path: Path,
+    path: Place,
     pieces: Iterable[memoryview | bytes],
     chunk: int = CHUNK,
     algorithm: str = SHA256,
     unflushed: Unflushed | None = None,
     mode: int = 0o666,
+    size: int = 0,
 ) -> FileEntry:
     """Writes a new file and returns its manifest entry.
 
     Args:
-        path: the path of the new file.
+        path: the path of the new file. Only the first three arguments and `size` matter in a bucket.
         pieces: the file's bytes.
         chunk: the number of bytes per checksum.
         algorithm: the algorithm of the checksums.
         unflushed: takes over the open file, and flushes it later. None flushes it to disk now.
         mode: the file's permissions, before the umask.
+        size: about how many bytes the file will have.
 
     Raises:
         OSError: if the file exists or cannot be written.
     """
     hasher = ChunkHasher(chunk, algorithm)
+    if isinstance(path, BucketPath):
+        with path.upload(size) as upload:
+            for piece in (part for whole in pieces for part in _pieces(memoryview(whole))):
+                hasher.update(piece)
+                upload.write(piece)
+        return hasher.entry()
     opener = functools.partial(os.open, mode=mode)
     file: BinaryIO = open(path, "xb", buffering=_PIECE // 2, opener=opener)  # noqa: SIM115
     try:
@@ -112,6 +120,13 @@ def _start_writeback(file: BinaryIO, begin: int, end: int) -> None:
         os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
+def contents_of(path: Path) -> Iterator[bytes]:
+    """Yields the bytes of a file."""
+    with path.open("rb") as file:
+        while data := file.read(_PIECE):
+            yield data
+
+
 def entry_of(path: Path) -> FileEntry:
     """Returns the manifest entry of an existing file, and flushes the file to disk."""
     hasher = ChunkHasher(CHUNK, XXH3)
@@ -128,7 +143,7 @@ def _pieces(view: memoryview) -> Iterator[memoryview]:
 
 
 def write_tensors(
-    path: Path,
+    path: Place,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
     unflushed: Unflushed | None = None,
@@ -149,7 +164,7 @@ def write_tensors(
 
 
 def write_stream(
-    path: Path,
+    path: Place,
     forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     fetch: Callable[[str], Tensor],
     metadata: Mapping[str, str] | None = None,
@@ -189,7 +204,8 @@ def write_stream(
             # Free this tensor before the next one is fetched.
             del fetched
 
-    return write_file(path, pieces(), _chunk_of(max(sizes.values(), default=0), end), XXH3, unflushed)
+    chunk = _chunk_of(max(sizes.values(), default=0), end)
+    return write_file(path, pieces(), chunk, XXH3, unflushed, size=end + len(text) + 8)
 
 
 def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:

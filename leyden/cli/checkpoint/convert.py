@@ -10,6 +10,7 @@ import importlib
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import click
 from torch import Tensor
 
 from leyden.checkpoint.foreign import load_weights_only
+from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.codec import check_encodable
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.format.manifest import MANIFEST
@@ -70,17 +72,39 @@ def command(
     If FILE is a checkpoint that Leyden's HFModule saved, OUT becomes a folder for transformers' from_pretrained; for
     peft, if the model has adapters.
     """
-    source = Path(local_path(file, "FILE"))
-    # "." and ".." have no stem.
-    named = source if source.name.strip(".") else source.resolve()
-    target = Path(local_path(out, "OUT")) if out else named.with_name(f"{named.stem}-leyden")
-    if (source / MANIFEST).is_file():
-        target = target if out else named.with_name(f"{named.name}-pretrained")
-        _save_pretrained(source, target, merged)
-        click.echo(f"{target}: {', '.join(sorted(path.name for path in target.iterdir()))}")
+    place = place_of(file, "FILE")
+    # "." and ".." have no stem. What is in a bucket is converted to the current folder.
+    named = Path(place.name) if isinstance(place, BucketPath) else place if place.name.strip(".") else place.resolve()
+    if (place / MANIFEST).is_file():
+        folder = Path(local_path(out, "OUT")) if out else named.with_name(f"{named.name}-pretrained")
+        _save_pretrained(place, folder, merged)
+        click.echo(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
         return
     if merged:
-        raise ConfigurationError(f"--merged is for checkpoints of Leyden's HFModule, and {source} is none.")
+        raise ConfigurationError(f"--merged is for checkpoints of Leyden's HFModule, and {place} is none.")
+    target = place_of(out, "OUT") if out else named.with_name(f"{named.stem}-leyden")
+    with tempfile.TemporaryDirectory(prefix="leyden-convert-") as temporary:
+        source = _downloaded(place, Path(temporary)) if isinstance(place, BucketPath) else place
+        _convert(source, target, trust, model, prefix, like, arguments)
+
+
+def _downloaded(place: BucketPath, folder: Path) -> Path:
+    """Copies a file or a folder from a bucket to a local folder, and returns its path there."""
+    target = folder / place.name
+    try:
+        files = [place] if place.is_file() else [path for path, _ in place.below()]
+        for path in files:
+            path.download(target / path.relative_to(place))
+    except OSError as error:
+        raise CheckpointError(place, f"cannot be read: {error}.") from error
+    if not files:
+        raise CheckpointError(place, "does not exist.")
+    return target
+
+
+def _convert(
+    source: Path, target: Place, trust: bool, model: int | None, prefix: str | None, like: str | None, arguments: str
+) -> None:
     before = f"{prefix}." if prefix else ""
     hparams: dict[str, Any] = {}
     if source.is_dir():
@@ -112,7 +136,7 @@ def command(
         click.echo(f"not converted: {left}")
 
 
-def _save_pretrained(checkpoint: Path, folder: Path, merged: bool) -> None:
+def _save_pretrained(checkpoint: Place, folder: Path, merged: bool) -> None:
     """Writes a checkpoint of HFModule as a folder of transformers; of a model with adapters, one of peft.
 
     Raises:
@@ -133,7 +157,7 @@ def _save_pretrained(checkpoint: Path, folder: Path, merged: bool) -> None:
             f"{checkpoint} does not name its pretrained model. In Python, pass the model: "
             "HFModule.load_from_checkpoint(checkpoint, model=…).save_pretrained(folder)."
         )
-    HFModule.load_from_checkpoint(checkpoint, model=source).save_pretrained(folder, merged=merged)
+    HFModule.load_from_checkpoint(str(checkpoint), model=source).save_pretrained(folder, merged=merged)
 
 
 def _order(like: str | None, arguments: str) -> list[str] | None:

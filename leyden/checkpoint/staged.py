@@ -1,0 +1,412 @@
+"""A checkpoint that is being written: a temporary folder until a rename, or parts in a bucket until their manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime, timedelta
+from pathlib import Path, PurePath
+
+from leyden.checkpoint.copies import Content, Text
+from leyden.checkpoint.folder import highest_counter, is_checkpoint
+from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.bucket import PARALLEL, BucketPath, Place
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.format.manifest import MANIFEST, ChunkHasher, FileEntry, Manifest, read_manifest
+from leyden.checkpoint.format.safefile import contents_of, entry_of, write_file
+from leyden.checkpoint.format.unflushed import Unflushed
+
+LEFT_BEHIND = timedelta(days=1)
+"""Age after which the parts of a save that has no manifest are deleted, where another run may be saving."""
+_SAVE_ID = re.compile(r"save-[0-9a-f]{16}")
+
+
+class Staged(ABC):
+    """A checkpoint that several ranks write, and that readers see only once it is committed.
+
+    Attributes:
+        target: the path that the checkpoint should get.
+        overwrite: whether it may replace a checkpoint there.
+    """
+
+    target: Place
+    overwrite: bool
+
+    @abstractmethod
+    def begin(self) -> str:
+        """Makes the place to write in, on the keeper. Returns what the other ranks `join`."""
+
+    @abstractmethod
+    def join(self, begun: str) -> None:
+        """Enters the place that the keeper has made. All ranks call it, the keeper too.
+
+        Raises:
+            CheckpointError: if this rank does not see that place.
+        """
+
+    @property
+    def planned(self) -> Place:
+        """The path that `commit` will give the checkpoint, unless another process takes that name first."""
+        return self.target if self.overwrite else next(path for path in self.candidates() if not self.is_taken(path))
+
+    def candidates(self) -> Iterator[Place]:
+        """Yields the paths that the checkpoint may get, in order of preference."""
+        yield self.target
+        for version in itertools.count(1):
+            yield self.target.with_name(f"{self.target.name}-v{version}")
+
+    @abstractmethod
+    def is_taken(self, path: Place) -> bool:
+        """Returns True if the checkpoint cannot get this path without replacing something."""
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path:
+        """A local folder, for files that user code writes."""
+
+    @abstractmethod
+    def found(self, is_first: bool) -> list[str]:
+        """Returns the names of the files in `folder` that this rank can add.
+
+        Args:
+            is_first: True on rank 0.
+        """
+
+    @abstractmethod
+    def add(self, name: str) -> FileEntry:
+        """Adds a file of `folder` to the checkpoint."""
+
+    @abstractmethod
+    def write(self, name: str, content: Content) -> FileEntry:
+        """Writes a file."""
+
+    def flush(self) -> None:
+        """Waits until everything that this rank has written survives a power failure."""
+
+    @abstractmethod
+    def next_counter(self, places: set[tuple[Place, int]]) -> int:
+        """Returns the save counter of a new checkpoint, above those of all checkpoints in these places."""
+
+    @property
+    def save_id(self) -> str:
+        """The manifest's entry of that name."""
+        return ""
+
+    @abstractmethod
+    def commit(self, manifest: Manifest, same_name: bool, check: Callable[[], None]) -> Place:
+        """Makes the checkpoint visible, and returns its path.
+
+        Args:
+            manifest: the manifest of all files.
+            same_name: raise if the target exists, instead of appending a version to its name.
+            check: called just before readers can see the checkpoint; raises to prevent it.
+        """
+
+    @abstractmethod
+    def abort(self, is_keeper: bool) -> None:
+        """Removes what was written."""
+
+
+class StagedFolder(Staged):
+    """A checkpoint in a temporary folder, which a rename commits."""
+
+    def __init__(self, target: Path, overwrite: bool) -> None:
+        self.target: Path = target
+        self.overwrite = overwrite
+        self._unflushed = Unflushed()
+        self._heartbeat: staging.FolderHeartbeat | None = None
+
+    def begin(self) -> str:
+        target = self.target
+        if self.overwrite and os.path.lexists(target) and not _is_replaceable(target):
+            what = "is a link" if target.is_symlink() else "is not a checkpoint"
+            raise CheckpointError(target, f"{what} and is not overwritten. Choose another path.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = staging.sibling(target, "tmp")
+        folder.mkdir()
+        self._heartbeat = staging.FolderHeartbeat(folder)
+        staging.sweep(target.parent, self._heartbeat.began)
+        return str(folder)
+
+    def join(self, begun: str) -> None:
+        self._folder = Path(begun)
+        if not self._folder.is_dir():
+            raise CheckpointError(
+                self._folder,
+                "is not visible to every rank. Save checkpoints in a folder that all machines share, or use "
+                "ModelCheckpoint(save_on_each_node=True).",
+            )
+
+    def is_taken(self, path: Place) -> bool:
+        return os.path.lexists(str(path))
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def found(self, is_first: bool) -> list[str]:
+        # All ranks see the same folder.
+        return _files_in(self._folder) if is_first else []
+
+    def add(self, name: str) -> FileEntry:
+        return entry_of(self._folder / name)
+
+    def write(self, name: str, content: Content) -> FileEntry:
+        path = self._folder / name
+        if "/" in name:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return content.write(path, self._unflushed)
+
+    def flush(self) -> None:
+        self._unflushed.flush()
+
+    def next_counter(self, places: set[tuple[Place, int]]) -> int:
+        return max(highest_counter(*place) for place in places) + 1
+
+    def commit(self, manifest: Manifest, same_name: bool, check: Callable[[], None]) -> Place:
+        for name, entry in manifest.files.items():
+            self._check_size(name, entry)
+        parent = self.target.parent
+        if not any(is_checkpoint(path) for path in parent.iterdir() if not staging.is_staging(path.name)):
+            # This is the run's first checkpoint, so the folders above it may be new as well.
+            staging.fsync_above(parent)
+        write_file(self._folder / MANIFEST, [manifest.to_bytes()])
+        for folder in {self._folder / above for name in manifest.files for above in PurePath(name).parents}:
+            staging.fsync_folder(folder)
+        self._stop_heartbeat()
+        check()
+        if self.overwrite and os.path.lexists(self.target):
+            return self._replace_target()
+        return self._move_into_place(same_name)
+
+    def _check_size(self, name: str, entry: FileEntry) -> None:
+        """Raises if this rank does not see the whole file, as when another machine wrote it to its own disk."""
+        try:
+            size = os.stat(self._folder / name).st_size
+        except FileNotFoundError:
+            size = 0
+        if size != entry.size:
+            raise CheckpointError(
+                self.target / name,
+                f"was written with {entry.size} bytes by another rank, and has {size} on this one. Save checkpoints in "
+                "a folder that all machines share.",
+            )
+
+    def _move_into_place(self, same_name: bool) -> Path:
+        """Renames the folder to the first free name. If another writer takes that name first, tries the next one."""
+        if same_name and os.path.lexists(self.target):
+            raise CheckpointError(self.target, "exists on this machine, but not on the first one. Remove it.")
+        for path in self.candidates():
+            if self.is_taken(path):
+                continue
+            assert isinstance(path, Path)
+            try:
+                os.rename(self._folder, path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                continue
+            staging.fsync_folder(path.parent)
+            return path
+        raise AssertionError("unreachable: itertools.count does not end")
+
+    def _replace_target(self) -> Path:
+        """Replaces the old checkpoint with two renames.
+
+        After a kill between them, readers find the old checkpoint under its temporary name, and the next `sweep`
+        restores it.
+        """
+        aside = staging.sibling(self.target, "old")
+        os.rename(self.target, aside)
+        try:
+            os.rename(self._folder, self.target)
+        except OSError:
+            os.rename(aside, self.target)
+            raise
+        staging.fsync_folder(self.target.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+        return self.target
+
+    def abort(self, is_keeper: bool) -> None:
+        self._stop_heartbeat()
+        self._unflushed.close()
+        if is_keeper:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stop_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+
+
+class StagedUpload(Staged):
+    """A checkpoint in a bucket: its files lie below `<target>/<save id>/`, and its manifest is the commit.
+
+    No object is renamed or written twice but the manifest, which names the save whose files belong to it. A new save
+    under the same name therefore replaces the old one in a single request.
+
+    Args:
+        target: the path that the checkpoint should get.
+        overwrite: whether it may replace a checkpoint there.
+    """
+
+    def __init__(self, target: BucketPath, overwrite: bool) -> None:
+        self.target: BucketPath = target
+        self.overwrite = overwrite
+        self._save_id = ""
+        self._may_be_visible = False
+        """The manifest has been sent, and whether the store has it may be unknown: its files must stay."""
+        self._own: Path | None = None
+        """Local folder for files of user code; None until it is used."""
+        self._pool = ThreadPoolExecutor(PARALLEL, "leyden-upload")
+        self._uploads: list[Future[None]] = []
+        """Files of JSON that are on their way."""
+
+    @property
+    def save_id(self) -> str:
+        return self._save_id
+
+    def begin(self) -> str:
+        target = self.planned
+        assert isinstance(target, BucketPath)
+        return f"{target}/save-{secrets.token_hex(8)}"
+
+    def join(self, begun: str) -> None:
+        self._parts = BucketPath(begun)
+        self._save_id = self._parts.name
+        self._path = self._parts.parent
+
+    def is_taken(self, path: Place) -> bool:
+        return (path / MANIFEST).is_file()
+
+    @property
+    def folder(self) -> Path:
+        if self._own is None:
+            self._own = Path(tempfile.mkdtemp(prefix="leyden-save-"))
+        return self._own
+
+    def found(self, is_first: bool) -> list[str]:
+        return [] if self._own is None else _files_in(self._own)
+
+    def add(self, name: str) -> FileEntry:
+        path = self.folder / name
+        return write_file(self._parts / name, contents_of(path), size=path.stat().st_size)
+
+    def write(self, name: str, content: Content) -> FileEntry:
+        path = self._parts / name
+        if not isinstance(content, Text):
+            return content.write(path, Unflushed())
+        hasher = ChunkHasher()
+        hasher.update(content.data)
+        try:
+            self._uploads.append(self._pool.submit(path.write_bytes, content.data))
+        except RuntimeError:
+            # The script has ended while a last save is running, and Python no longer starts threads.
+            path.write_bytes(content.data)
+        return hasher.entry()
+
+    def flush(self) -> None:
+        uploads, self._uploads = self._uploads, []
+        for upload in uploads:
+            upload.result()
+
+    def next_counter(self, places: set[tuple[Place, int]]) -> int:
+        # Reading all manifests takes a request for each, and only this process changes them.
+        for place in places - _COUNTERS.keys():
+            _COUNTERS[place] = highest_counter(*place)
+        counter = max(_COUNTERS[place] for place in places) + 1
+        _COUNTERS.update(dict.fromkeys(places, counter))
+        return counter
+
+    def commit(self, manifest: Manifest, same_name: bool, check: Callable[[], None]) -> Place:
+        path, data = self._path / MANIFEST, manifest.to_bytes()
+        check()
+        self._may_be_visible = True
+        if self.overwrite:
+            path.write_bytes(data)
+        elif not path.create(data):
+            self._may_be_visible = False
+            raise CheckpointError(
+                self._path, "was saved by another process meanwhile, and is kept. Give each run a folder of its own."
+            )
+        self._end()
+        # What cannot be deleted now stays until the next run saves here. The checkpoint is complete.
+        with contextlib.suppress(OSError):
+            if self.overwrite:
+                _sweep_checkpoint(self._path, None)
+            if self._path.parent not in _SWEPT:
+                sweep(self._path.parent, path.changed())
+        return self._path
+
+    def abort(self, is_keeper: bool) -> None:
+        self._end()
+        if is_keeper and not self._may_be_visible:
+            with contextlib.suppress(OSError):
+                self._parts.delete([path for path, _ in self._parts.below()])
+
+    def _end(self) -> None:
+        """Ends this rank's work: waits for uploads, and removes the local folder."""
+        self._pool.shutdown(cancel_futures=True)
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
+
+
+_COUNTERS: dict[tuple[Place, int], int] = {}
+"""The highest save counter in places of buckets that this process saves to."""
+_SWEPT: set[BucketPath] = set()
+"""Folders in buckets that this process has swept."""
+
+
+def sweep(folder: BucketPath, now: datetime | None) -> None:
+    """Deletes the files of killed saves from a folder in a bucket.
+
+    Args:
+        folder: the folder of checkpoints.
+        now: the time on the store's clock: files from the last day may be those of a save that another process is
+            writing, and stay. None if no other process saves here.
+
+    Raises:
+        OSError: if the bucket cannot be listed.
+    """
+    _SWEPT.add(folder)
+    for checkpoint in folder.iterdir():
+        _sweep_checkpoint(checkpoint, now)
+
+
+def _sweep_checkpoint(checkpoint: BucketPath, now: datetime | None) -> None:
+    """Deletes the files of saves that the checkpoint's manifest does not name."""
+    found = {path.name for path in checkpoint.iterdir()}
+    saves = [name for name in found if _SAVE_ID.fullmatch(name)]
+    if MANIFEST in found and len(saves) == 1:
+        return
+    for save in saves:
+        files = list((checkpoint / save).below())
+        is_dead = now is None or all(now - written > LEFT_BEHIND for _, written in files)
+        if is_dead and not _is_in_use(checkpoint, save):
+            checkpoint.delete([path for path, _ in files])
+
+
+def _is_in_use(checkpoint: BucketPath, save: str) -> bool:
+    """Returns True unless it is certain that the checkpoint's files are those of another save."""
+    try:
+        return read_manifest(checkpoint).save_id == save
+    except CheckpointError:
+        return (checkpoint / MANIFEST).is_file()
+
+
+def _files_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Returns True if `overwrite` may replace the path: a checkpoint or an empty folder."""
+    return is_checkpoint(path) or (path.is_dir() and not path.is_symlink() and not os.listdir(path))
