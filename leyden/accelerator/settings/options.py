@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from leyden.accelerator.settings.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from leyden.checkpoint.format.bucket import absolute
+from leyden.checkpoint.format.bucket import place_of
 from leyden.core.devices import runtime_of
 from leyden.core.errors import ConfigurationError, kind_of, nearest
 from leyden.launch.heartbeat import hang_limit
@@ -120,7 +121,9 @@ class Options:
         """True if the loop resumes automatically, in a folder that it locks."""
         if self.resumes and self.project.project_dir is not None:
             # After an `os.chdir`, the checkpoints must not go to another folder than the locked one.
-            self.project.set_directories(absolute(self.project.project_dir, "project_dir"))
+            folder = self.project.project_dir
+            is_local = isinstance(place_of(folder, "project_dir"), Path)
+            self.project.set_directories(Path(folder).absolute() if is_local else folder)
         self.preemption = preemption_from(given["preemption"], resumes=False)
         self.rng_types = _rng_types(given["rng_types"])
         self.backend = _backend(given["dynamo_backend"])
