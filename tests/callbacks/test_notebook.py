@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 nbclient = pytest.importorskip("nbclient", reason="pip install 'leyden[notebook]'")
 nbformat = pytest.importorskip("nbformat", reason="pip install 'leyden[notebook]'")
-pytest.importorskip("ipykernel", reason="pip install 'leyden[notebook]'")
+# Not importorskip: a process that has imported ipykernel counts as a notebook in all other tests.
+pytestmark = pytest.mark.skipif(find_spec("ipykernel") is None, reason="pip install 'leyden[notebook]'")
 
 BEGIN = """
 import sys, time
