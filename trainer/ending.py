@@ -33,6 +33,8 @@ def end_normally(run: Run, last_words: Callable[[], str | None], leave: Callable
         run.report(words)
     # Last, because SLURM kills the processes of a job as soon as it is requeued.
     leave()
+    # A signal may also have come while the loggers closed.
+    interruption = interruption or run.signals.exception()
     if interruption is not None:
         raise_quietly(interruption)
 

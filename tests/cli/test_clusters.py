@@ -302,10 +302,11 @@ def test_a_clusters_number_of_gpus_counts_unless_others_are_chosen() -> None:
 
 def test_an_endpoint_numbers_the_machines() -> None:
     elastic = {"PET_RDZV_ENDPOINT": "host:123", "PET_RDZV_BACKEND": "c10d", "PET_MAX_RESTARTS": "2"}
-    found = plan({**POD, **elastic, "PET_NNODES": "2:2", "PET_RDZV_ID": "digits", "PET_RDZV_CONF": "timeout=9"})
+    more = {"PET_NNODES": "2:2", "PET_RDZV_ID": "my digits", "PET_RDZV_CONF": "timeout=9, read_timeout=8"}
+    found = plan({**POD, **elastic, **more})
     assert (found.machines, found.machine_rank, found.address, found.port) == (2, None, "host", 123)
-    assert (found.backend, found.max_restarts, found.elastic.rdzv_id) == ("c10d", 2, "digits")
-    assert found.elastic.rdzv_conf == {"timeout": "9"}
+    assert (found.backend, found.max_restarts, found.elastic.rdzv_id) == ("c10d", 2, "my digits")
+    assert found.elastic.rdzv_conf == {"timeout": "9", "read_timeout": "8"}
     assert plan(POD, elastic=ElasticOptions(endpoint="flag:5")).address == "flag"
 
 
@@ -341,6 +342,11 @@ def test_invalid_variables_name_the_fix(environ: dict[str, str], arguments: dict
 def test_a_pytorchjob_of_one_pod_is_no_mistake() -> None:
     one = {**PYTORCHJOB, "PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "3"}
     assert plan({**one, "RANK": "0", "WORLD_SIZE": "3"}).per_machine == 3
+
+
+def test_empty_variables_say_nothing() -> None:
+    found = plan({**dict.fromkeys(POD, ""), "RANK": "", "WORLD_SIZE": "2"})
+    assert (found.machines, found.settings.variables) == (1, [])
 
 
 # a script without a launcher ------------------------------------------------------------------------------------------

@@ -17,13 +17,15 @@ from leyden.cli.launch.preflight import Facts, check, facts_of
 VALUES = {"leyden": "1", "torch": "2.13", "python": "3.11", "machines": "3", "backend": "static"}
 
 
-def check_all(machines: list[Facts], count: int, timeout: float = 30.0, port: int | None = None) -> list[str]:
+def check_all(
+    machines: list[Facts], count: int, timeout: float = 30.0, port: int | None = None, address: str = "127.0.0.1"
+) -> list[str]:
     """Runs the check on all machines at once; returns each error, or "" without one."""
     port = port or free_port()
 
     def one(facts: Facts) -> str:
         try:
-            check(facts, count, "127.0.0.1", port, timeout, lambda text: None)
+            check(facts, count, address, port, timeout, lambda text: None)
         except ConfigurationError as error:
             return str(error)
         return ""
@@ -43,6 +45,13 @@ def test_identical_machines_pass_the_preflight() -> None:
 def test_machines_without_a_rank_pass_the_preflight() -> None:
     """The first process on the host of the main address becomes the main machine and waits for the others."""
     assert check_all([Facts(None, f"host{index}", VALUES) for index in range(3)], 3) == ["", "", ""]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+@pytest.mark.parametrize("address", ["::1", "[::1]"])
+def test_machines_meet_at_an_ipv6_address(address: str) -> None:
+    for ranks in ([0, 1], [None, None]):
+        assert check_all([Facts(rank, "host", VALUES) for rank in ranks], 2, 10.0, address=address) == ["", ""]
 
 
 @pytest.mark.parametrize("key", ["leyden", "torch", "python", "machines"])

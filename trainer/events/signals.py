@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from leyden.core.environment import is_submitit_task
+from leyden.core.rank_zero import warn
 from leyden.launch.leaving import raise_quietly
 
 NOTICE = 0
@@ -23,8 +24,8 @@ LEAVE = -1
 class Signals:
     """Catches the signals that end or preempt a run, for its duration. A second SIGINT raises KeyboardInterrupt.
 
-    Python allows signal handlers only in the main thread. In other threads nothing is caught, and a run ends with its
-    thread. If another thread leaves the context, the next signal restores the original handlers. With several ranks, a
+    Python allows signal handlers only in the main thread. In other threads nothing is caught, which is warned of if
+    signals were to preempt the run, and a run ends with its thread. If another thread leaves the context, the next signal restores the original handlers. With several ranks, a
     signal to one rank is pending until all ranks have agreed on it (trainer/loops/agreement.py).
 
     Args:
@@ -76,6 +77,11 @@ class Signals:
                 if number != NOTICE:
                     self._previous[number] = signal.getsignal(number)
                     signal.signal(number, self._handle)
+        elif len(self._preempting) > 1:
+            warn(
+                "no signal preempts this run, since Python handles signals only in the main thread: run it there, or "
+                "set Preemption(should_preempt=…), and signals=() for no warning."
+            )
         return self
 
     def __exit__(

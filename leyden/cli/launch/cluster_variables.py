@@ -43,10 +43,11 @@ def cluster_variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """
     if "LOCAL_RANK" in environ or _is_slurm_task(environ):
         return {}
-    words = {name: environ.get(name, "").split() for names in VARIABLES.values() for name in names}
-    named = {key: next((name for name in names if words[name]), None) for key, names in VARIABLES.items()}
-    # SkyPilot lists the addresses of all machines.
-    return {key: (name, words[name][0]) for key, name in named.items() if name is not None}
+    texts = {name: environ.get(name, "").strip() for names in VARIABLES.values() for name in names}
+    # SkyPilot lists the addresses of all machines, one a line.
+    texts["SKYPILOT_NODE_IPS"] = texts["SKYPILOT_NODE_IPS"].partition("\n")[0].strip()
+    named = {key: next((name for name in names if texts[name]), None) for key, names in VARIABLES.items()}
+    return {key: (name, texts[name]) for key, name in named.items() if name is not None}
 
 
 def with_cluster(
@@ -140,7 +141,7 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 def _check_rank(environ: Mapping[str, str]) -> None:
     """Raises if RANK counts machines, and nothing else says that there are several."""
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE", "")
-    if rank is None or "LOCAL_RANK" in environ or not size.isdigit() or int(size) == 1 or _is_slurm_task(environ):
+    if not rank or "LOCAL_RANK" in environ or not size.isdigit() or int(size) == 1 or _is_slurm_task(environ):
         return
     address = environ.get("MASTER_ADDR") or "ADDRESS"
     raise ConfigurationError(

@@ -84,6 +84,8 @@ def check(facts: Facts, machines: int, address: str, port: int, timeout: float, 
     Raises:
         ConfigurationError: if a machine does not connect, cannot be reached or differs; names it.
     """
+    # An endpoint has the brackets of an IPv6 address.
+    address = address.strip("[]")
     server = _listen(facts, machines, address, port)
     if server is None:
         _visit(facts, address, port, timeout, say)
@@ -106,8 +108,14 @@ def _listen(facts: Facts, machines: int, address: str, port: int) -> socket.sock
     if facts.rank not in (0, None):
         return None
     try:
-        # Machine 0 may be behind another address than its own. Without numbers, the address says which machine is main.
-        return socket.create_server(("" if facts.rank == 0 else address, port), backlog=machines)
+        if facts.rank == 0:
+            # It may be behind another address than its own, IPv4 or IPv6.
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            return socket.create_server(("", port), family=family, backlog=machines, dualstack_ipv6=both)
+        # Without numbers, the address says which machine is main.
+        [family, *_], *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        return socket.create_server((address, port), family=family, backlog=machines)
     except OSError as error:
         if facts.rank is None:
             return None

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from leyden import Callback, ConfigurationError, Trainer
-from leyden.callbacks import ModelCheckpoint, PreemptionCheckpoint
+from leyden.callbacks import CSVLogger, ModelCheckpoint, PreemptionCheckpoint
 from leyden.checkpoint.folder import all_checkpoints
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.trainer import Preemption
@@ -177,6 +177,62 @@ def test_ctrl_c_interrupts_without_saving(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGINT)))
     assert all_checkpoints(tmp_path / SAVED) == []
+
+
+class Closing(CSVLogger):
+    """Receives a signal as it closes, after the last step."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        super().__init__(folder)
+        self.number = number
+
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize(
+    ("number", "arguments", "code"),
+    [
+        (signal.SIGTERM, {"resume": None}, 143),
+        (signal.SIGTERM, {}, 75),
+        (signal.SIGUSR1, {}, 75),
+        (signal.SIGINT, {}, None),
+    ],
+)
+def test_a_signal_while_the_loggers_close_is_not_lost(
+    number: int, arguments: dict[str, Any], code: int | None, scontrol: Path, tmp_path: Path
+) -> None:
+    arguments = {**arguments, "logger": Closing(number, tmp_path / "logs")}
+    if code is None:
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path, **arguments)
+    else:
+        assert start(tmp_path, **arguments)[2] == code
+    assert scontrol.exists() == (number == signal.SIGUSR1)
+
+
+def test_a_fit_in_a_thread_catches_no_signal_and_says_so(tmp_path: Path) -> None:
+    codes: list[int | None] = []
+    caught: list[threading.Thread] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: caught.append(threading.current_thread()))
+    stop = At("on_train_batch_start", 4, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    try:
+        thread = threading.Thread(target=lambda: codes.append(start(tmp_path, stop)[2]))
+        with pytest.warns(UserWarning, match="no signal preempts this run.*main thread.*should_preempt"):
+            thread.start()
+            thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (codes, caught) == ([None], [threading.main_thread()])
+    # A notice is no signal.
+    notice = Preemption(signals=(), should_preempt=lambda: True, poll_every=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        thread = threading.Thread(target=lambda: codes.append(start(tmp_path, max_epochs=-1, preemption=notice)[2]))
+        thread.start()
+        thread.join()
+    assert codes == [None, 75]
 
 
 def test_custom_signals_and_exit_code(tmp_path: Path, uninterrupted: Net) -> None:
