@@ -110,6 +110,8 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
 def check_launched(environ: Mapping[str, str] | None = None) -> None:
     """Raises if a cluster started this process on several machines, and no launcher made it a rank.
 
+    Trials of Ray Tune inherit the variables from the cluster that Ray runs on, and are meant to train alone.
+
     Args:
         environ: the environment variables. Default: those of this process.
 
@@ -120,7 +122,7 @@ def check_launched(environ: Mapping[str, str] | None = None) -> None:
         >>> check_launched({"PET_NNODES": "1"})
     """
     environ = os.environ if environ is None else environ
-    for name in MACHINES:
+    for name in () if "RAY_JOB_ID" in environ else MACHINES:
         most = environ.get(name, "").rpartition(":")[2]
         if most.isdigit() and int(most) > 1:
             raise ConfigurationError(

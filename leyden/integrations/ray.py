@@ -80,10 +80,10 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
 def checkpoint_path() -> str | None:
     """Returns the folder of the newest checkpoint that the function has reported to Ray, for `ckpt_path`.
 
-    A checkpoint in a bucket is first downloaded to a temporary folder, once per machine.
+    All workers call it. A checkpoint in a bucket is first downloaded to a temporary folder, once per machine.
 
     Returns:
-        The folder; None if the function runs for the first time.
+        The folder; None if the function has reported none.
 
     Raises:
         ConfigurationError: outside of a worker of Ray.
@@ -93,7 +93,13 @@ def checkpoint_path() -> str | None:
         >>> def train(config):
         ...     Trainer(max_epochs=3).fit(MyModule(), make_loader(), ckpt_path=checkpoint_path())
     """
-    checkpoint = _session("checkpoint_path").get_checkpoint()
+    session = _session("checkpoint_path")
+    checkpoint = session.get_checkpoint()
+    if not _is_tune(session):
+        from ray.train.collective import broadcast_from_rank_zero
+
+        # Rank 0 passes checkpoints to Ray, which tells the other workers only when the function starts again.
+        checkpoint = broadcast_from_rank_zero(checkpoint)
     if checkpoint is None:
         return None
     return str(checkpoint.path if _is_local(checkpoint.filesystem) else checkpoint.to_directory())
@@ -115,7 +121,7 @@ class RayTrainReportCallback(Callback):
     Args:
         every_n_train_steps: also report within an epoch, after every n-th optimizer step. None: only after epochs.
         every_n_epochs: report at the end of every n-th epoch, after its validation.
-        save: False to report metrics only.
+        save: False to report metrics only. Ray Train's `Result` has only metrics that came with a checkpoint.
 
     Raises:
         ConfigurationError: if a number is not positive; at the start of fit, outside of a worker of Ray, or if workers
@@ -146,8 +152,10 @@ class RayTrainReportCallback(Callback):
         self._asked_at: float | None = None
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
         session = _session()
-        self._asks = stage == "fit" and self.save and not _is_tune(session)
+        self._asks = self.save and not _is_tune(session)
         if not self._asks:
             return
         context = session.get_context()

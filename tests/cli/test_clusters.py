@@ -286,14 +286,27 @@ def test_flags_override_variables_and_variables_the_file() -> None:
 def test_ranks_per_machine_mean_what_they_mean_to_torchrun(
     text: str, machine: Machine, per_machine: int, accelerator: str
 ) -> None:
-    for found in (plan({**POD, "PET_NPROC_PER_NODE": text}, machine=machine), plan(POD, {}, {}, machine, None, text)):
+    flag = plan(POD, {}, {}, machine, None, text)
+    for found in (plan({**POD, "PET_NPROC_PER_NODE": text}, machine=machine), flag):
         assert (found.per_machine, found.accelerator) == (per_machine, accelerator)
+    assert not any("proc" in name for name in flag.settings.variables)
+
+
+def test_ranks_per_machine_on_the_cpu_of_a_machine_with_gpus() -> None:
+    for text, per_machine in (("3", 3), ("auto", 8)):
+        found = plan({**POD, "PET_NPROC_PER_NODE": text}, {"use_cpu": True}, machine=GPUS)
+        assert (found.per_machine, found.accelerator) == (per_machine, "cpu")
+    with pytest.raises(ConfigurationError, match="there is no GPU to use"):
+        plan({**POD, "PET_NPROC_PER_NODE": "gpu"}, {"use_cpu": True}, machine=GPUS)
 
 
 def test_a_clusters_number_of_gpus_counts_unless_others_are_chosen() -> None:
     eight = {**SKYPILOT, "SKYPILOT_NUM_GPUS_PER_NODE": "3"}
     assert plan(eight, machine=GPUS).per_machine == 3
     assert plan(eight, {"use_cpu": True}, machine=GPUS).per_machine == 1
+    assert plan(eight, file={"use_cpu": True}, machine=GPUS).per_machine == 1
+    assert plan(eight, file={"distributed_type": "MULTI_CPU"}, machine=GPUS).per_machine == 1
+    assert plan(eight, file={"distributed_type": "XLA"}).accelerator == "xla"
     assert plan(eight, {"gpu_ids": "0,1"}, machine=GPUS).per_machine == 2
     assert plan(DSTACK, machine=GPUS).per_machine == 4
     with pytest.raises(ConfigurationError, match="SKYPILOT_NUM_GPUS_PER_NODE: 3, but there is no GPU"):
@@ -307,13 +320,20 @@ def test_an_endpoint_numbers_the_machines() -> None:
     assert (found.machines, found.machine_rank, found.address, found.port) == (2, None, "host", 123)
     assert (found.backend, found.max_restarts, found.elastic.rdzv_id) == ("c10d", 2, "my digits")
     assert found.elastic.rdzv_conf == {"timeout": "9", "read_timeout": "8"}
-    assert plan(POD, elastic=ElasticOptions(endpoint="flag:5")).address == "flag"
+    flags = ElasticOptions(endpoint="flag:5", rdzv_id="flag", rdzv_conf={"timeout": "5"})
+    for environ in (POD, {**POD, **elastic, **more}):
+        found = plan(environ, elastic=flags)
+        assert (found.machine_rank, found.address, found.elastic) == (None, "flag", flags)
 
 
 def test_variables_are_ignored_in_a_rank_and_in_a_task_of_srun() -> None:
-    assert plan({**POD, "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}).machines == 1
-    found = plan({**POD, **SRUN})
-    assert (found.address, found.settings.variables) == ("gpu007", [])
+    assert plan({**PYTORCHJOB, "LOCAL_RANK": "0"}).machines == 1
+    # Scripts for torchrun export RANK and WORLD_SIZE from srun's.
+    for environ in ({**POD, **SRUN}, {**SRUN, "RANK": "1", "WORLD_SIZE": "2"}):
+        found = plan(environ)
+        assert (found.address, found.settings.variables) == ("gpu007", [])
+    # A single task is a shell.
+    assert plan({**POD, **SRUN, "SLURM_STEP_NUM_TASKS": "1"}).address == POD["PET_MASTER_ADDR"]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +345,9 @@ def test_variables_are_ignored_in_a_rank_and_in_a_task_of_srun() -> None:
         ({**POD, "PET_NPROC_PER_NODE": "many"}, {}, "PET_NPROC_PER_NODE: 'many': give a number from 1, auto, cpu or"),
         ({**POD, "PET_NPROC_PER_NODE": "gpu"}, {}, "PET_NPROC_PER_NODE: gpu, but there is no GPU"),
         ({"PET_NNODES": "2"}, {}, "2 machines, but no machine_rank and no main_process_ip"),
+        ({**POD, "PET_NPROC_PER_NODE": "0"}, {}, "PET_NPROC_PER_NODE: '0': give a number from 1"),
         ({"PET_RDZV_CONF": "timeout"}, {}, "PET_RDZV_CONF timeout: give KEY=VALUE"),
+        ({"PET_RDZV_CONF": "=9"}, {}, "PET_RDZV_CONF =9: give KEY=VALUE"),
         ({}, {"flags": {"num_processes": 2}, "per_machine": "2"}, "give one of them"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "m", "MASTER_PORT": "5"},
@@ -339,14 +361,16 @@ def test_invalid_variables_name_the_fix(environ: dict[str, str], arguments: dict
         plan(environ, **arguments)
 
 
-def test_a_pytorchjob_of_one_pod_is_no_mistake() -> None:
+def test_a_rank_that_counts_machines_is_no_mistake_where_something_says_how_many() -> None:
     one = {**PYTORCHJOB, "PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "3"}
     assert plan({**one, "RANK": "0", "WORLD_SIZE": "3"}).per_machine == 3
-
-
-def test_empty_variables_say_nothing() -> None:
-    found = plan({**dict.fromkeys(POD, ""), "RANK": "", "WORLD_SIZE": "2"})
-    assert (found.machines, found.settings.variables) == (1, [])
+    counts = {"RANK": "1", "WORLD_SIZE": "2"}
+    assert plan(counts, {"num_machines": 1}).machines == 1
+    assert plan(counts, file={"num_machines": 2, "machine_rank": 1, "main_process_ip": "m"}).machines == 2
+    for environ in ({"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "1"}, {**dict.fromkeys(POD, " "), **counts, "RANK": ""}):
+        found = plan(environ)
+        assert (found.machines, found.settings.variables) == (1, [])
+    assert plan({**POD, "PET_NNODES": " 2\n"}).machines == 2
 
 
 # a script without a launcher ------------------------------------------------------------------------------------------
@@ -367,12 +391,18 @@ def test_a_script_without_a_launcher_does_not_train_on_each_machine_alone(
     monkeypatch.setenv(name, "1")
     assert Trainer(accelerator="cpu", logger=False).world_size == 1
     check_launched({name: "many"})
+    # A trial of Ray Tune.
+    check_launched({name: value, "RAY_JOB_ID": "01000000"})
 
 
 def test_a_rank_that_counts_pods_is_refused_where_a_pod_should_run_several() -> None:
     found = rank_environment(PYTORCHJOB)
     assert found is not None and (found.starter, found.node_rank) == ("hand", 1)
-    check_one_rank(found, 1, PYTORCHJOB)
+    for text in ("1", "auto"):
+        check_one_rank(found, 1, {**PYTORCHJOB, "PET_NPROC_PER_NODE": text})
+    launched = rank_environment({**PYTORCHJOB, "LOCAL_RANK": "0"})
+    assert launched is not None
+    check_one_rank(launched, 8, PYTORCHJOB)
     words = "RANK=1 of WORLD_SIZE=2 without LOCAL_RANK.*should run 8.*`leyden launch` or torchrun"
     with pytest.raises(ConfigurationError, match=words):
         check_one_rank(found, 8, PYTORCHJOB)

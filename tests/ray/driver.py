@@ -108,6 +108,8 @@ def train(config: dict[str, Any]) -> None:
     trainer = prepare_trainer(make_trainer(folder, *(drained if config["drains"] else killed)))
     module, path = Line(), checkpoint_path()
     trainer.fit(module, loader(), ckpt_path=path)
+    # Once more, after the function's own reports.
+    Path(folder, f"newest-{trainer.global_rank}").write_text(str(checkpoint_path()))
     if trainer.is_global_zero:
         found = {"weights": numbers(module), "resumed": path, "step": trainer.global_step}
         Path(folder, "fitted.json").write_text(json.dumps(found))

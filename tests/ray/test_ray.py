@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
 
+from leyden import ConfigurationError, Trainer, TrainModule
 from leyden.checkpoint.reader import CheckpointReader
+from leyden.integrations.ray import RayTrainReportCallback, checkpoint_path, prepare_trainer
 from leyden.launch.processes import descendants, runs, started
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +91,7 @@ def test_a_run_whose_worker_was_killed_ends_as_one_without_ray(
     assert found["weights"] == found["reference"]
     # The callback wrote each checkpoint where Ray keeps it, and Ray has deleted all but two.
     assert found["last"] == str(storage / "epoch=1-step=10")
+    assert [(tmp_path / f"newest-{rank}").read_text() for rank in (0, 1)] == [found["last"]] * 2
     assert set(found["kept"]) == {str(storage / "epoch=1-step=8"), found["last"]}
     assert {path.name for path in storage.glob("epoch=*")} == {"epoch=1-step=8", "epoch=1-step=10"}
     assert found["metrics"]["step"] == 10 and found["metrics"]["epoch"] == 1 and found["metrics"]["loss_epoch"] > 0
@@ -126,6 +132,33 @@ def test_an_error_reaches_ray_as_that_error_and_misfits_are_refused(drive: Calla
     assert "Leave them out: RayTrainReportCallback saves" in found["refused"]["preemption"]
     assert found["refused"]["resume"] == found["refused"]["preemption"]
     assert found["refused"]["devices"].startswith("Ray started 2 ranks")
+
+
+class Line(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).sum()
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("loss", self.net(batch).sum())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters())
+
+
+def test_a_fit_outside_of_a_worker_is_refused_and_a_test_runs(tmp_path: Path) -> None:
+    loader = DataLoader(torch.ones(2, 1))
+    trainer = Trainer(
+        accelerator="cpu", default_root_dir=tmp_path, logger=False, callbacks=[RayTrainReportCallback()]
+    )
+    for outside in (lambda: trainer.fit(Line(), loader), lambda: prepare_trainer(trainer), checkpoint_path):
+        with pytest.raises(ConfigurationError, match="only in a worker of Ray: call it in the function passed to"):
+            outside()
+    [found] = trainer.test(Line(), loader, verbose=False)
+    assert list(found) == ["loss"]
 
 
 @pytest.mark.full

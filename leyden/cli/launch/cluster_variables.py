@@ -87,10 +87,9 @@ def with_cluster(
     machines = settings.get("num_machines", 1)
     if "num_machines" in found:
         machines = read_key("num_machines", *found["num_machines"])
-    has_endpoint = "endpoint" in found or "endpoint" in given
-    if machines == 1 and not has_endpoint and "num_machines" not in {*found, *given}:
+    if machines == 1 and "num_machines" not in {*found, *given}:
         _check_rank(environ)
-    if machines == 1 or has_endpoint:
+    if machines == 1 or "endpoint" in {*found, *given}:
         # One machine needs no address. An endpoint numbers the machines itself.
         found = {key: origin for key, origin in found.items() if key not in PLACE}
     values = {key: read_key(key, *origin) for key, origin in found.items() if key in KEYS}
