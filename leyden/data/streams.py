@@ -39,11 +39,16 @@ def shard(loader: Any, ranks: DataRanks, presharded: bool = False, exchanges_siz
             sizes, so every rank knows when another one has stopped.
 
     Raises:
-        ConfigurationError: for a DistributedSampler of another number of ranks, a stream of `datasets` that is split
-            already, or a global batch size that is impossible.
+        ConfigurationError: for a DistributedSampler of another number of ranks, a stream of `datasets` or Ray Data that
+            is split already, or a global batch size that is impossible.
     """
     parts = _parts(loader)
     check_split(parts, ranks.rank, ranks.size, presharded)
+    if not presharded and any(type(part).__module__.startswith("ray.data.") for part in parts):
+        raise ConfigurationError(
+            "Ray Data deals its rows to the workers, and Leyden would split each worker's share again. Set "
+            "use_distributed_sampler=False."
+        )
     own = [sampler for sampler in parts if isinstance(sampler, DistributedSampler)]
     for sampler in own:
         if (sampler.num_replicas, sampler.rank) != (ranks.size, ranks.rank):

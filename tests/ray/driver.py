@@ -116,7 +116,8 @@ def train(config: dict[str, Any]) -> None:
 
 
 def fail(config: dict[str, Any]) -> None:
-    """Notes which Trainers are refused, then fails in the fit of one that is not."""
+    """Notes which Trainers and data are refused, then fails in the fit of one that is not."""
+    import ray.train
     import torch.distributed as dist
 
     refused = {}
@@ -126,6 +127,11 @@ def fail(config: dict[str, Any]) -> None:
         except ValueError as error:
             refused[next(iter(arguments))] = str(error)
     trainer = prepare_trainer(make_trainer(config["folder"], Failing()))
+    rows = ray.train.get_dataset_shard("rows").iter_torch_batches(batch_size=4)
+    try:
+        trainer.fit(Line(), rows)
+    except ValueError as error:
+        refused["rows"] = str(error)
     try:
         trainer.fit(Line(), loader())
     except KeyError as error:
@@ -133,6 +139,27 @@ def fail(config: dict[str, Any]) -> None:
             found = {"refused": refused, "error": error.args[0], "joined": dist.is_initialized()}
             Path(config["folder"], "failed.json").write_text(json.dumps(found))
         raise
+
+
+class Reading(Line):
+    """Reads the rows of Ray Data: numbers from 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[int] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.read += batch["id"].tolist()
+        return super().training_step([batch["id"][:, None].expand(-1, 4) / 40], batch_idx)
+
+
+def read(config: dict[str, Any]) -> None:
+    import ray.train
+
+    trainer = prepare_trainer(make_trainer(config["folder"], RayTrainReportCallback(), use_distributed_sampler=False))
+    module, rows = Reading(), ray.train.get_dataset_shard("rows").iter_torch_batches(batch_size=4)
+    trainer.fit(module, rows, ckpt_path=checkpoint_path())
+    Path(config["folder"], f"read-{trainer.global_rank}").write_text(json.dumps(module.read))
 
 
 def trial(config: dict[str, Any]) -> None:
@@ -179,15 +206,27 @@ def bucket(folder: str) -> dict[str, Any]:
 
 
 def failed(folder: str) -> dict[str, Any]:
+    import ray.data
     from ray.train import RunConfig, ScalingConfig, WorkerGroupError
     from ray.train.torch import TorchTrainer
 
     scaling, run = ScalingConfig(num_workers=2), RunConfig(name="failed", storage_path=f"{folder}/storage")
+    settings = {"scaling_config": scaling, "run_config": run, "datasets": {"rows": ray.data.range(40)}}
     try:
-        TorchTrainer(fail, train_loop_config={"folder": folder}, scaling_config=scaling, run_config=run).fit()
+        TorchTrainer(fail, train_loop_config={"folder": folder}, **settings).fit()
     except WorkerGroupError as error:
         return {"failures": {rank: repr(failure) for rank, failure in error.worker_failures.items()}}
     return {}
+
+
+def rows(folder: str) -> dict[str, Any]:
+    import ray.data
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    scaling, run = ScalingConfig(num_workers=2), RunConfig(name="rows", storage_path=f"{folder}/storage")
+    settings = {"scaling_config": scaling, "run_config": run, "datasets": {"rows": ray.data.range(40)}}
+    return dict(TorchTrainer(read, train_loop_config={"folder": folder}, **settings).fit().metrics)
 
 
 def tuned(folder: str) -> dict[str, Any]:
@@ -211,6 +250,7 @@ SCENARIOS: dict[str, Callable[[str], dict[str, Any]]] = {
     "drained": drained,
     "bucket": bucket,
     "failed": failed,
+    "rows": rows,
     "tuned": tuned,
 }
 
@@ -222,7 +262,7 @@ def main() -> None:
     found = {"reference": reference(folder)} if name in ("killed", "drained", "bucket") else {}
     # The paths of Ray's sockets must be short.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short:
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, _temp_dir=short)
+        ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100 * 2**20, _temp_dir=short)
         try:
             found |= SCENARIOS[name](folder)
         finally:

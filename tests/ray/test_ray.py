@@ -132,6 +132,15 @@ def test_an_error_reaches_ray_as_that_error_and_misfits_are_refused(drive: Calla
     assert "Leave them out: RayTrainReportCallback saves" in found["refused"]["preemption"]
     assert found["refused"]["resume"] == found["refused"]["preemption"]
     assert found["refused"]["devices"].startswith("Ray started 2 ranks")
+    assert "Ray Data deals its rows to the workers" in found["refused"]["rows"]
+    assert found["refused"]["rows"].endswith("use_distributed_sampler=False.")
+
+
+@pytest.mark.full
+def test_each_row_of_ray_data_is_trained_once_an_epoch(drive: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
+    assert drive("rows")["step"] == 10
+    first, second = (json.loads((tmp_path / f"read-{rank}").read_text()) for rank in (0, 1))
+    assert sorted(first + second) == sorted(2 * list(range(40)))
 
 
 class Line(TrainModule):
@@ -151,9 +160,7 @@ class Line(TrainModule):
 
 def test_a_fit_outside_of_a_worker_is_refused_and_a_test_runs(tmp_path: Path) -> None:
     loader = DataLoader(torch.ones(2, 1))
-    trainer = Trainer(
-        accelerator="cpu", default_root_dir=tmp_path, logger=False, callbacks=[RayTrainReportCallback()]
-    )
+    trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False, callbacks=[RayTrainReportCallback()])
     for outside in (lambda: trainer.fit(Line(), loader), lambda: prepare_trainer(trainer), checkpoint_path):
         with pytest.raises(ConfigurationError, match="only in a worker of Ray: call it in the function passed to"):
             outside()

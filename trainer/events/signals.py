@@ -24,9 +24,10 @@ LEAVE = -1
 class Signals:
     """Catches the signals that end or preempt a run, for its duration. A second SIGINT raises KeyboardInterrupt.
 
-    Python allows signal handlers only in the main thread. In other threads nothing is caught, which is warned of if
-    signals were to preempt the run, and a run ends with its thread. If another thread leaves the context, the next signal restores the original handlers. With several ranks, a
-    signal to one rank is pending until all ranks have agreed on it (trainer/loops/agreement.py).
+    Python allows signal handlers only in the main thread. In other threads nothing is caught, with a warning if signals
+    were to preempt the run, and a run ends with its thread. If another thread leaves the context, the next signal
+    restores the original handlers. With several ranks, a signal to one rank is pending until all ranks have agreed on
+    it (trainer/loops/agreement.py).
 
     Args:
         preempting: signals that preempt the run; see `Preemption`.

@@ -217,11 +217,15 @@ def test_a_fit_in_a_thread_catches_no_signal_and_says_so(tmp_path: Path) -> None
     caught: list[threading.Thread] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: caught.append(threading.current_thread()))
     stop = At("on_train_batch_start", 4, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+
+    def in_thread(*args: Any, **arguments: Any) -> None:
+        thread = threading.Thread(target=lambda: codes.append(start(tmp_path, *args, **arguments)[2]))
+        thread.start()
+        thread.join()
+
     try:
-        thread = threading.Thread(target=lambda: codes.append(start(tmp_path, stop)[2]))
         with pytest.warns(UserWarning, match="no signal preempts this run.*main thread.*should_preempt"):
-            thread.start()
-            thread.join()
+            in_thread(stop)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert (codes, caught) == ([None], [threading.main_thread()])
@@ -229,9 +233,7 @@ def test_a_fit_in_a_thread_catches_no_signal_and_says_so(tmp_path: Path) -> None
     notice = Preemption(signals=(), should_preempt=lambda: True, poll_every=0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        thread = threading.Thread(target=lambda: codes.append(start(tmp_path, max_epochs=-1, preemption=notice)[2]))
-        thread.start()
-        thread.join()
+        in_thread(max_epochs=-1, preemption=notice)
     assert codes == [None, 75]
 
 
