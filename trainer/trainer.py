@@ -372,7 +372,7 @@ class Trainer:
 
     def save_checkpoint(
         self,
-        filepath: str | Path,
+        filepath: str | Place,
         weights_only: bool = False,
         *,
         exact: bool = True,

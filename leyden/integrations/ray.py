@@ -6,11 +6,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import CLOSING_ORDER, Callback
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.format.bucket import BucketPath, Place
 from leyden.checkpoint.nodes import is_shared
 from leyden.core.checks import check_flags, check_whole
 from leyden.core.errors import ConfigurationError, needs
@@ -78,12 +80,13 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
 
 
 def checkpoint_path() -> str | None:
-    """Returns the folder of the newest checkpoint that the function has reported to Ray, for `ckpt_path`.
+    """Returns the newest checkpoint that the function has reported to Ray, for `ckpt_path`.
 
-    All workers call it. A checkpoint in a bucket is first downloaded to a temporary folder, once per machine.
+    All workers call it. A checkpoint in a storage that only Ray can read is first downloaded to a temporary folder,
+    once per machine.
 
     Returns:
-        The folder; None if the function has reported none.
+        The checkpoint's folder, or its URL in a bucket; None if the function has reported none.
 
     Raises:
         ConfigurationError: outside of a worker of Ray.
@@ -102,7 +105,8 @@ def checkpoint_path() -> str | None:
         checkpoint = broadcast_from_rank_zero(checkpoint)
     if checkpoint is None:
         return None
-    return str(checkpoint.path if _is_local(checkpoint.filesystem) else checkpoint.to_directory())
+    place = _place_of(checkpoint.filesystem, checkpoint.path)
+    return str(checkpoint.to_directory() if place is None else place)
 
 
 class RayTrainReportCallback(Callback):
@@ -112,9 +116,10 @@ class RayTrainReportCallback(Callback):
     checkpoints (`ray.train.CheckpointConfig`), so pass `Trainer(enable_checkpointing=False)`: a ModelCheckpoint would
     write a second set.
 
-    In Ray Train, a checkpoint is written once, into the folder of Ray's run, if that is on a disk that all workers
-    share; if it is in a bucket, Ray uploads a copy. When Ray announces that a machine is about to be taken away, the
-    callback saves and reports at the end of the step, once, and training goes on until Ray restarts the function.
+    In Ray Train, a checkpoint is written once, into the folder of Ray's run, by all workers: on a disk that they share,
+    or in a bucket, with `leyden[remote]`. To any other storage, Ray uploads a copy. When Ray announces that a machine
+    is about to be taken away, the callback saves and reports at the end of the step, once, and training goes on until
+    Ray restarts the function.
 
     Ray's controller takes one report every 2 seconds by default, and training waits for it to take the previous one.
 
@@ -140,10 +145,12 @@ class RayTrainReportCallback(Callback):
         check_whole("RayTrainReportCallback", 1, every_n_epochs=every_n_epochs, **steps)
         check_flags("RayTrainReportCallback", save=save)
         self.every_n_train_steps, self.every_n_epochs, self.save = every_n_train_steps, every_n_epochs, save
-        self._folder: Path | None = None
+        self._folder: Place | None = None
         """The folder of Ray's run, if checkpoints are written there; None if Ray copies them."""
+        self._filesystem: Any = None
+        """Ray's object for the storage of that folder."""
         self._reported: set[str] = set()
-        """The checkpoints there that Ray knows."""
+        """Ray's paths of the checkpoints there that it knows."""
         self._asks = False
         """True if Ray is asked for preemptions."""
         self._preemption: Any = None
@@ -160,13 +167,18 @@ class RayTrainReportCallback(Callback):
             return
         context = session.get_context()
         storage, has_machines = context.get_storage(), context.get_world_size() > context.get_local_world_size()
-        is_local, folder = _is_local(storage.storage_filesystem), Path(storage.experiment_fs_path)
-        if has_machines and not (is_local and is_shared(folder, CheckpointRanks(trainer.strategy, folder))):
+        self._filesystem = storage.storage_filesystem
+        folder = _place_of(self._filesystem, storage.experiment_fs_path)
+        is_everywhere = isinstance(folder, BucketPath) or (
+            folder is not None and is_shared(folder, CheckpointRanks(trainer.strategy, folder))
+        )
+        if has_machines and not is_everywhere:
             raise ConfigurationError(
-                f"The workers run on several machines, which do not share the folder of Ray's run, {folder}. Set "
-                "RunConfig(storage_path=…) to a folder that every machine mounts."
+                "The workers run on several machines, which do not share the folder of Ray's run, "
+                f"{storage.experiment_fs_path}. Set RunConfig(storage_path=…) to a folder that every machine mounts, "
+                "or to a bucket, and install leyden[remote]."
             )
-        self._folder = folder if is_local else None
+        self._folder = folder
         self._reported = {reported.checkpoint.path for reported in session.get_all_reported_checkpoints()}
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -219,15 +231,18 @@ class RayTrainReportCallback(Callback):
         with self._target(trainer) as folder:
             path = folder / "-".join(f"{key}={value}" for key, value in place.items())
             # One that Ray knows is there after a rollback, and another one if a kill prevented the report.
-            overwrite = str(path) not in self._reported
-            written = str(trainer.save_checkpoint(path, overwrite=overwrite, asynchronous=False))
+            overwrite = _path_of(path) not in self._reported
+            written = _path_of(trainer.save_checkpoint(path, overwrite=overwrite, asynchronous=False))
             self._reported.add(written)
-            checkpoint = session.Checkpoint.from_directory(written) if trainer.is_global_zero else None
-            how = {} if self._folder is None else {"checkpoint_upload_mode": session.CheckpointUploadMode.NO_UPLOAD}
-            session.report(metrics, checkpoint=checkpoint, **how)
+            if self._folder is None:
+                checkpoint, how = session.Checkpoint.from_directory(written), {}
+            else:
+                checkpoint = session.Checkpoint(written, self._filesystem)
+                how = {"checkpoint_upload_mode": session.CheckpointUploadMode.NO_UPLOAD}
+            session.report(metrics, checkpoint=checkpoint if trainer.is_global_zero else None, **how)
 
     @contextmanager
-    def _target(self, trainer: Trainer) -> Iterator[Path]:
+    def _target(self, trainer: Trainer) -> Iterator[Place]:
         """Yields the folder to save in: that of Ray's run, or a temporary one, from which Ray copies."""
         with ExitStack() as stack:
             folder = self._folder
@@ -265,7 +280,27 @@ def _is_tune(session: Any) -> bool:
     return str(session.__name__) == "ray.tune"
 
 
-def _is_local(filesystem: Any) -> bool:
+SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az"}
+"""The scheme of a URL, by pyarrow's name of a storage."""
+
+
+def _place_of(filesystem: Any, path: str) -> Place | None:
+    """Returns the folder or URL of a path in Ray's storage; None if only Ray can write there.
+
+    Args:
+        filesystem: pyarrow's object for the storage.
+        path: the path in it.
+    """
     from pyarrow.fs import LocalFileSystem
 
-    return isinstance(filesystem, LocalFileSystem)
+    if isinstance(filesystem, LocalFileSystem):
+        return Path(path)
+    scheme = SCHEMES.get(filesystem.type_name)
+    if scheme is None or find_spec("obstore") is None:
+        return None
+    return BucketPath(f"{scheme}://{path}")
+
+
+def _path_of(place: Place) -> str:
+    """Returns the path in Ray's storage of a folder or URL."""
+    return str(place).partition("://")[2] if isinstance(place, BucketPath) else str(place)

@@ -197,11 +197,20 @@ def drained(folder: str) -> dict[str, Any]:
 
 
 def bucket(folder: str) -> dict[str, Any]:
-    """Ray's storage is a file system that only pyarrow can write to, as a bucket is."""
+    """Ray's storage is a bucket, which the workers write to as well."""
+    from pyarrow.fs import S3FileSystem
+
+    address = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
+    storage = S3FileSystem(access_key="test", secret_key="test", endpoint_override=address, scheme="http")
+    return on_two_workers(folder, storage_path="runs/ray", storage_filesystem=storage)
+
+
+def other(folder: str) -> dict[str, Any]:
+    """Ray's storage is a file system that only pyarrow can write to."""
     from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
-    Path(folder, "bucket").mkdir()
-    storage = SubTreeFileSystem(f"{folder}/bucket", LocalFileSystem())
+    Path(folder, "other").mkdir()
+    storage = SubTreeFileSystem(f"{folder}/other", LocalFileSystem())
     return on_two_workers(folder, storage_path="runs", storage_filesystem=storage)
 
 
@@ -249,6 +258,7 @@ SCENARIOS: dict[str, Callable[[str], dict[str, Any]]] = {
     "killed": on_two_workers,
     "drained": drained,
     "bucket": bucket,
+    "other": other,
     "failed": failed,
     "rows": rows,
     "tuned": tuned,
@@ -259,7 +269,7 @@ def main() -> None:
     import ray
 
     name, folder = sys.argv[1:]
-    found = {"reference": reference(folder)} if name in ("killed", "drained", "bucket") else {}
+    found = {"reference": reference(folder)} if name in ("killed", "drained", "bucket", "other") else {}
     # The paths of Ray's sockets must be short.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short:
         ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100 * 2**20, _temp_dir=short)

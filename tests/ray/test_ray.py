@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from buckets import serving
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer, TrainModule
+from leyden.checkpoint.folder import all_checkpoints
+from leyden.checkpoint.format.bucket import BucketPath
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.integrations.ray import RayTrainReportCallback, checkpoint_path, prepare_trainer
 from leyden.launch.processes import descendants, runs, started
@@ -114,11 +117,30 @@ def test_an_announced_preemption_saves_once_and_training_goes_on(
 
 
 @pytest.mark.full
-def test_a_restart_resumes_from_a_bucket(drive: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
-    found = drive("bucket")
+def test_a_restart_resumes_from_a_bucket_that_all_workers_write_to(
+    drive: Callable[[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(monkeypatch) as server:
+        found = drive("bucket")
+        assert (tmp_path / "killed").exists() and found["resumed"].startswith("s3://runs/ray/run/epoch=")
+        assert found["weights"] == found["reference"]
+        assert found["last"] == "runs/ray/run/epoch=1-step=10"
+        CheckpointReader(f"s3://{found['last']}").verify()
+        # Each file was written once: Ray has uploaded nothing, and has deleted all but two.
+        sent = [path for method, path, _ in server.requests if method == "PUT" and path.endswith(("0.json", "1.json"))]
+        assert any(path.endswith("rank-1.json") for path in sent) and len(sent) == len(set(sent))
+        kept = all_checkpoints(BucketPath("s3://runs/ray/run"))
+        assert [path.name for path in kept] == ["epoch=1-step=8", "epoch=1-step=10"]
+
+
+@pytest.mark.full
+def test_a_restart_resumes_from_a_storage_that_only_ray_can_write_to(
+    drive: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    found = drive("other")
     assert (tmp_path / "killed").exists() and found["resumed"] is not None
     assert found["weights"] == found["reference"]
-    CheckpointReader(tmp_path / "bucket" / found["last"]).verify()
+    CheckpointReader(tmp_path / "other" / found["last"]).verify()
 
 
 def test_an_error_reaches_ray_as_that_error_and_misfits_are_refused(drive: Callable[[str], dict[str, Any]]) -> None:
