@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.core.checks import check_whole
+from leyden.core.environment import machine_range, rank_environment
 from leyden.core.errors import ConfigurationError
 
 
@@ -25,7 +27,7 @@ class BatchSizeScheduler(GradientAccumulation):
 
     Raises:
         ConfigurationError: for an invalid schedule; at the start of fit, if a size is not a multiple of one batch
-            across all ranks.
+            across all ranks. If machines come and go, on any number of machines of the launch.
 
     Example:
         >>> scheduler = BatchSizeScheduler({0: 64, 1000: 128, 5000: 256})
@@ -90,9 +92,31 @@ class BatchSizeScheduler(GradientAccumulation):
         return self.length(at) // samples
 
     def _check(self, samples: int) -> None:
+        machines, found = machine_range(), rank_environment()
+        if machines is not None and found is not None and samples % found.num_nodes == 0:
+            self._check_machines(samples // found.num_nodes, machines)
         for size in self.scheduling.values():
             if size % samples:
                 raise ConfigurationError(
                     f"BatchSizeScheduler: {size} is not a multiple of {samples}, the samples in one batch of all "
                     "ranks. Change the size, or the loader's batch_size."
+                )
+
+    def _check_machines(self, samples: int, machines: range) -> None:
+        """Raises if some number of machines does not fit, before such a number meets.
+
+        Args:
+            samples: the samples in one batch of all ranks of a machine.
+            machines: the numbers of machines of the launch.
+        """
+        for size in self.scheduling.values():
+            fits = [count for count in machines if size % (count * samples) == 0]
+            if len(fits) < len(machines):
+                unit = samples * math.lcm(*machines)
+                fit = f"{', '.join(map(str, fits))} fit{'s' * (len(fits) == 1)}" if fits else "none fits"
+                raise ConfigurationError(
+                    f"BatchSizeScheduler: {size} is not a multiple of {samples} samples, one batch of a machine, times "
+                    f"each number of machines from {machines[0]} to {machines[-1]}: of these, {fit}. Give a multiple "
+                    f"of {unit}, launch another range, or use Trainer(global_batch_size={size}), which any number of "
+                    "machines divides."
                 )

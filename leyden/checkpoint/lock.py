@@ -18,6 +18,7 @@ from pathlib import Path
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.bucket import BucketPath, Place
 from leyden.checkpoint.format.errors import CheckpointError
+from leyden.core.environment import hint_of_meeting
 from leyden.core.errors import LeydenError
 from leyden.core.paths import opener
 from leyden.core.rank_zero import inform, to_stderr, warn
@@ -165,7 +166,7 @@ class RunLock(ABC):
         return LeydenError(
             f"{self.folder} belongs to a run that is under way: {'this very process' if mine else owner}. A "
             "second run would resume from the same checkpoints. Wait for the first run or stop it, or give this run a "
-            f"folder of its own: {self._elsewhere}."
+            f"folder of its own: {self._elsewhere}.{hint_of_meeting()}"
         )
 
     def _keep_alive(self) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from leyden.core.environment import with_variables
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "new": ("new.new", "Write a small project that trains, as a start for your own."),
     "fit": ("configuration.stages:fit", "Train the module of a configuration (also validate, test, predict)."),
@@ -62,7 +64,10 @@ class Commands(click.Group):
             return None
         module, _, attribute = COMMANDS[name][0].partition(":")
         place = module if module.startswith("leyden.") else f"leyden.cli.{module}"
-        command = getattr(importlib.import_module(place), attribute or "command")
+        # torch reads the level when it is imported. An agent that loses a connection says so itself, in one line.
+        quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+        with with_variables(quiet if ".launch." in place else {}):
+            command = getattr(importlib.import_module(place), attribute or "command")
         assert isinstance(command, click.Command)
         return command
 

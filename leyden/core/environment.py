@@ -26,6 +26,8 @@ CLUSTER = "LEYDEN_CLUSTER"
 """Class name of the ClusterEnvironment that set torch's variables."""
 AGENT = "LEYDEN_AGENT"
 """Process ID of the agent. A rank checks it to see whether its agent is still alive."""
+MACHINE_RANGE = "LEYDEN_MACHINE_RANGE"
+"""The range of machines, such as 1:4, of a launch during which they come and go."""
 MACHINES = ("PET_NNODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM")
 """Variables for a job's number of machines: those of torchrun, which Kubeflow sets, of SkyPilot and of dstack."""
 DEVICE_IN_USE = (
@@ -105,6 +107,27 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     if environ.get("SUBMITIT_EXECUTOR") == "local":
         return _submitit_environment(environ)
     return _slurm_environment(environ)
+
+
+def machine_range(environ: Mapping[str, str] | None = None) -> range | None:
+    """Returns the numbers of machines that may run this job; None if their number is fixed.
+
+    Args:
+        environ: the environment variables. Default: those of this process.
+
+    Example:
+        >>> list(machine_range({"LEYDEN_MACHINE_RANGE": "1:3"}))
+        [1, 2, 3]
+    """
+    least, _, most = (os.environ if environ is None else environ).get(MACHINE_RANGE, "").partition(":")
+    return range(int(least), int(most) + 1) if least else None
+
+
+def hint_of_meeting() -> str:
+    """Returns a hint for machines that may have missed the job that they belong to; "" if their number is fixed."""
+    if machine_range() is None:
+        return ""
+    return " Machines of one launch meet only with the same --main_process_ip and port, or the same --rdzv_endpoint."
 
 
 def check_launched(environ: Mapping[str, str] | None = None) -> None:

@@ -48,13 +48,14 @@ class Machines:
     """The machines of a launch, and how they find each other.
 
     Attributes:
-        num_nodes: number of machines.
+        num_nodes: number of machines; the largest number, if machines may come and go.
         node_rank: index of this machine. None if the rendezvous assigns it.
         address: host of the rendezvous. "" for a single machine, whose ranks meet in a store inside the agent.
         port: port of the rendezvous. 0 picks a free one, on a single machine only.
         backend: torch's rendezvous backend, static or c10d.
         run_id: ID of the rendezvous. "" derives one from the port.
         further: more settings of the rendezvous.
+        least: the smallest number of machines, if machines may come and go; 0 for a fixed number.
     """
 
     num_nodes: int = 1
@@ -64,6 +65,7 @@ class Machines:
     backend: str = "static"
     run_id: str = ""
     further: Mapping[str, str] = field(default_factory=dict)
+    least: int = 0
 
     def rendezvous(self) -> dict[str, Any]:
         """Returns the rendezvous fields of torch's LaunchConfig."""
@@ -77,12 +79,22 @@ class Machines:
             meeting["rank"] = self.node_rank
         elif self.backend == "c10d" and self.node_rank is not None:
             meeting["is_host"] = self.node_rank == 0
+        backend = self.backend
+        if self.least:
+            from leyden.launch.membership import MEETING
+            from leyden.launch.membership import register as register_members
+
+            backend, meeting = register_members(), {**meeting, **MEETING}
         return {
-            "rdzv_backend": self.backend,
+            "rdzv_backend": backend,
             "rdzv_endpoint": f"{self.address}:{self.port}",
             "rdzv_configs": {**meeting, **self.further},
             "run_id": self.run_id or f"leyden-{self.port}",
         }
+
+    def own_address(self) -> str | None:
+        """Returns the address at which ranks elsewhere reach rank 0; None if torch is to find it."""
+        return self.address if self.least and self.node_rank == 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +147,12 @@ def engine_config(
     from torch.distributed.launcher.api import LaunchConfig
 
     fields: dict[str, Any] = {
-        "min_nodes": machines.num_nodes,
+        "min_nodes": machines.least or machines.num_nodes,
         "max_nodes": machines.num_nodes,
         "nproc_per_node": count,
         "max_restarts": 0,
         "monitor_interval": 0.1,
-        "local_addr": "localhost" if machines.num_nodes == 1 else None,
+        "local_addr": "localhost" if machines.num_nodes == 1 else machines.own_address(),
         **machines.rendezvous(),
     }
     # Older versions of torch lack both.
@@ -178,6 +190,7 @@ def run_engine(
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
     from leyden.launch.loopback import NAME
@@ -189,7 +202,11 @@ def run_engine(
     with tries() as tried, Watchdog(config.nproc_per_node, say, sees_all=config.max_nodes == 1) as watchdog:
         # Only the ranks of a single machine can be restarted, to try a smaller size.
         alone = {**gloo_on_loopback(), **tried.variables()} if is_alone else {}
-        with _as_agent({**alone, **watchdog.variables(), **variables}, folder), _further_signals(), _farewell(notes):
+        with (
+            _as_agent({**alone, **watchdog.variables(), **variables}, folder),
+            _further_signals(),
+            _farewell(notes) if config.min_nodes == config.max_nodes else _members(notes),
+        ):
             while True:
                 try:
                     elastic_launch(config, program)(*arguments)
@@ -209,6 +226,13 @@ def run_engine(
                 except SignalException as error:
                     left_with = notes.code()
                     return 128 + int(error.sigval) if left_with is None else left_with
+                except RendezvousError:
+                    left_with = notes.code()
+                    if left_with in (None, INTERRUPTED):
+                        raise
+                    words = "the main machine has left, and the run is saved: the same command continues it"
+                    print(f"leyden launch: {words}.", file=sys.stderr, flush=True)
+                    return left_with
                 except KeyboardInterrupt:
                     return 128 + signal.SIGINT
                 # A script that has succeeded has caught its KeyboardInterrupt.
@@ -236,6 +260,12 @@ def _farewell(notes: ExitNotes) -> Iterator[None]:
         yield
     finally:
         SimpleElasticAgent._exit_barrier = wait  # type: ignore[method-assign]
+
+
+def _members(notes: ExitNotes) -> contextlib.AbstractContextManager[None]:
+    from leyden.launch.membership import member_agents
+
+    return member_agents(notes)
 
 
 @contextlib.contextmanager
@@ -308,7 +338,7 @@ def first_failure(error: Any, count: int) -> Ended:
     failures: Sequence[tuple[int, Any]] = sorted(error.failures.items(), key=lambda found: found[1].timestamp)
     # A rank with an error of its own failed before those that only lost their connection to it. The others end with
     # SIGTERM from the engine, or exit with 1 on their own.
-    reported = [(rank, failure) for rank, failure in failures if not _lost(failure)]
+    reported = [(rank, failure) for rank, failure in failures if not has_lost_others(failure)]
     ended = [(rank, failure) for rank, failure in failures if failure.exitcode != -signal.SIGTERM]
     odd = [(rank, failure) for rank, failure in ended if failure.exitcode != 1]
     rank, first = (reported or odd or ended or failures)[0]
@@ -334,7 +364,7 @@ def _others(rank: int, failure: Any, count: int, failures: Mapping[int, Any]) ->
     return str(message.get("others", ""))
 
 
-def _lost(failure: Any) -> bool:
+def has_lost_others(failure: Any) -> bool:
     """Returns True if the rank reported no error of its own."""
     if not os.path.isfile(failure.error_file):
         return True

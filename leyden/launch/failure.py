@@ -22,7 +22,7 @@ from leyden.core.environment import AGENT, STARTER, is_running, ranks_in_words
 from leyden.core.errors import add_note
 from leyden.core.user_code import users_frame
 from leyden.launch.leaving import ERROR_FILE
-from leyden.launch.meeting import until
+from leyden.launch.meeting import attempt, until
 from leyden.launch.processes import started
 from leyden.launch.tries import GIVEN_UP, starts_again
 
@@ -119,7 +119,7 @@ class FirstFailure:
         self.follows = False
         """True if another rank failed first, or if the agent reports how this rank ended."""
         self._is_first = False
-        prefix = f"leyden/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        prefix = f"leyden/{attempt()}"
         self._store = PrefixStore(prefix, store.clone())
         self._watched = PrefixStore(prefix, store.clone())
         self._limited = Limited()

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -20,14 +20,21 @@ INTERRUPTED = 128 + signal.SIGINT
 """The code of a run that Ctrl-C ended."""
 NAME = "left-with"
 """Name of the file next to it that holds the exit code."""
+HERE = "here"
+"""Follows the code if what ended the run came to the rank itself."""
 
 
-def note_exit(code: int) -> None:
-    """Notes the code that this rank is about to exit with. A no-op without an agent."""
+def note_exit(code: int, came_here: bool = False) -> None:
+    """Notes the code that this rank is about to exit with. A no-op without an agent.
+
+    Args:
+        code: the exit code.
+        came_here: True if what ends the run came to this rank, and not to a rank elsewhere.
+    """
     note = _note()
     if note is not None:
         with contextlib.suppress(OSError):
-            note.write_text(str(code))
+            note.write_text(f"{code} {HERE}" if came_here else str(code))
 
 
 def has_noted_exit() -> bool:
@@ -55,11 +62,24 @@ class ExitNotes:
 
     def code(self) -> int | None:
         """Returns the exit code that a rank has noted, or None."""
+        return next((int(text.split()[0]) for text in self._texts()), None)
+
+    def came_here(self) -> bool:
+        """Returns True if what ended the run came to a rank of this agent."""
+        return any(text.endswith(HERE) for text in self._texts())
+
+    def forget(self) -> None:
+        """Deletes the notes of earlier ranks, before others start."""
+        for note in set(self._notes()) - self._earlier:
+            note.unlink(missing_ok=True)
+
+    def _texts(self) -> Iterator[str]:
         for note in self._notes():
             if note not in self._earlier:
-                with contextlib.suppress(OSError, ValueError):
-                    return int(note.read_text())
-        return None
+                with contextlib.suppress(OSError):
+                    text = note.read_text()
+                    if text[:1].isdigit():
+                        yield text
 
     def _notes(self) -> list[Path]:
         return sorted(self._folder.glob(f"*/attempt_*/*/{NAME}"))

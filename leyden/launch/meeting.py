@@ -86,10 +86,17 @@ def meet(environment: RankEnvironment, timeout: timedelta) -> tuple[Store, bool]
         _await_store(environment, host, port)
     opens_here = is_host and _is_loopback(host)
     store = store_on(listen(port), timeout) if opens_here else _store(host, port, is_host, timeout)
-    # A prefix per restart, so restarted ranks do not see the keys of their predecessors.
-    shared = PrefixStore(f"leyden/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    shared = PrefixStore(f"leyden/ranks/{attempt()}", store)
     _count(shared, environment, f"{host}:{port}", max(timeout, STORE_OPENS))
     return shared, is_host
+
+
+def attempt() -> str:
+    """Returns a prefix for keys of the ranks' store, so restarted ranks do not see those of their predecessors.
+
+    A store in rank 0 is new for each start, and agents that joined at different times count restarts differently.
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get(AGENTS_STORE) == "True" else "0"
 
 
 def _await_store(environment: RankEnvironment, host: str, port: int) -> None:

@@ -80,7 +80,7 @@ class Departure:
             if self._has_left:
                 return
             self._has_left = True
-            note_exit(preemption.exit_code)
+            note_exit(preemption.exit_code, came_here=self._signals.came_at is not None)
             job, submitits = job_of_slurm(), submitit_signal()
             if not preemption.requeues(received) or not self._ranks.is_global_zero:
                 return

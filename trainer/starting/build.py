@@ -15,7 +15,7 @@ from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.gradient_accumulation import AutoAccumulation, GradientAccumulation
 from leyden.callbacks.loggers.logger import Logger
 from leyden.checkpoint.checkpoint_io import is_checkpoint_io
-from leyden.core.environment import rank_environment
+from leyden.core.environment import machine_range, rank_environment
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.core.given import as_list
 from leyden.core.ported import ported
@@ -174,6 +174,12 @@ def _add_accumulation(callbacks: list[Callback], arguments: Arguments) -> None:
         callbacks.append(AutoAccumulation())
     elif wanted > 1:
         callbacks.append(GradientAccumulation(wanted))
+    keeps_batch = arguments.global_batch_size is not None or any(callback.counts_samples for callback in found)
+    if machine_range() is not None and not keeps_batch:
+        warn(
+            "machines come and go during this launch, and a step takes batch_size × ranks samples: its batch changes "
+            "with them. Trainer(global_batch_size=…) keeps it, and so does BatchSizeScheduler({0: …}), by accumulation."
+        )
 
 
 def _add_digests(callbacks: list[Callback], arguments: Arguments) -> None:

@@ -48,27 +48,46 @@ def start(plan: LaunchPlan, command: list[str]) -> int:
 def _run(plan: LaunchPlan, command: list[str], logs: Path) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from leyden.launch.elastic import MEETING_SECONDS, SAVING, Machines, engine_config, run_engine
+    from leyden.launch.elastic import SAVING, Machines, engine_config, run_engine
 
     elastic, machines = plan.elastic, Machines(port=plan.port, further=plan.elastic.rdzv_conf)
     if plan.machines > 1 or elastic.endpoint:
         meeting = plan.machines, plan.machine_rank, plan.address, plan.port, plan.backend
-        machines = Machines(*meeting, elastic.rdzv_id or "", elastic.rdzv_conf)
+        machines = Machines(*meeting, elastic.rdzv_id or "", elastic.rdzv_conf, plan.least_machines)
     patience = SAVING if plan.launched.resume else None
     config = engine_config(plan.per_machine, machines, str(logs), patience, **_elastic_settings(plan, logs))
     failures: list[Ended] = []
     try:
         status = run_engine(config, command[0], command[1:], plan.variables(), report=failures.append)
     except RendezvousError as error:
+        if getattr(error, "took_part", True) is False:
+            print(f"leyden launch: {error}, before this one could join: nothing is left to do.", file=sys.stderr)
+            return 0
         kept = f"; the logs of this machine's ranks are in {logs}" if elastic.log_dir is not None else ""
-        raise LeydenError(
-            f"the machines lost each other at {plan.address}:{plan.port} ({error}): the main one has ended, or did not "
-            f"answer within {MEETING_SECONDS} s. The output of its ranks says why{kept}."
-        ) from error
+        raise LeydenError(f"{_lost(plan, error)}{kept}.") from error
     if failures:
         text = block(failures[0], _folder(logs, failures[0]), elastic.log_dir is not None)
         print(text, file=sys.stderr, flush=True)
     return status
+
+
+def _lost(plan: LaunchPlan, error: Exception) -> str:
+    """Describes how this machine lost the others."""
+    from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+    from leyden.launch.elastic import MEETING_SECONDS
+
+    place = f"{plan.address}:{plan.port}"
+    if not plan.least_machines:
+        return (
+            f"the machines lost each other at {place} ({error}): the main one has ended, or did not answer within "
+            f"{MEETING_SECONDS} s. The output of its ranks says why"
+        )
+    if isinstance(error, RendezvousTimeoutError):
+        return f"fewer than {plan.least_machines} machines came to {place} in time: start more, and this one again"
+    if hasattr(error, "took_part"):
+        return f"{error}; the output of their ranks says why"
+    return f"the main machine at {place} has ended, or cannot be reached. The same command continues the run"
 
 
 def _elastic_settings(plan: LaunchPlan, logs: Path) -> dict[str, Any]:

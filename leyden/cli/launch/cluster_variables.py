@@ -34,6 +34,31 @@ PLACE = ("machine_rank", "main_process_ip", "main_process_port")
 KEYS = {key.name: key for key in TOP}
 
 
+class MachineRange(int):
+    """A range of machines, such as 1:4. As a number, it is the largest one.
+
+    Example:
+        >>> MachineRange.read("--nnodes", "1:4"), MachineRange.read("--nnodes", "1:4").least
+        (4, 1)
+    """
+
+    least: int
+
+    @classmethod
+    def read(cls, name: str, text: str) -> int:
+        """Reads a range; a plain number if both ends are equal.
+
+        Raises:
+            ConfigurationError: if it is invalid.
+        """
+        least, most = (dataclasses.replace(KEYS["num_machines"], name=name).read(part) for part in text.split(":", 1))
+        if least > most:
+            raise ConfigurationError(f"{name}: {text} starts above its end: give {most}:{least}.")
+        found = cls(most)
+        found.least = least
+        return found if least < most else int(most)
+
+
 def cluster_variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Returns what a cluster sets: for each key, the variable and its text. Empty in a process that is a rank.
 
@@ -107,20 +132,14 @@ def read_key(key: str, name: str, text: str) -> Any:
     """Reads the value of a key from a variable or a flag.
 
     Raises:
-        ConfigurationError: if the value is invalid, or torchrun's range of machines, such as 1:4.
+        ConfigurationError: if the value is invalid.
 
     Example:
         >>> read_key("num_machines", "PET_NNODES", "2:2")
         2
     """
     if key == "num_machines" and ":" in text:
-        least, _, most = text.partition(":")
-        if least != most:
-            raise ConfigurationError(
-                f"{name}: {text} is a range, and `leyden launch` starts a fixed number of machines: give "
-                f"--num_machines {most}, or start the script with torchrun, which takes a range."
-            )
-        text = most
+        return MachineRange.read(name, text)
     return dataclasses.replace(KEYS[key], name=name).read(text)
 
 

@@ -264,7 +264,8 @@ def _file(file: str | None, *, alone: bool) -> Settings:
 
 
 def _preflight(plan: LaunchPlan, timeout: float) -> None:
-    if plan.machines == 1 or plan.rank is not None or not timeout or plan.backend not in ("static", "c10d"):
+    is_fixed = plan.machines > 1 and plan.rank is None and not plan.least_machines
+    if not is_fixed or not timeout or plan.backend not in ("static", "c10d"):
         return
     facts = preflight.facts_of(plan.machine_rank, plan.machines, plan.backend)
     preflight.check(facts, plan.machines, plan.address, plan.port, timeout, _say)

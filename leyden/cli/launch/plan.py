@@ -16,7 +16,7 @@ from leyden.cli.settings.keys import FP8, NO, PRECISIONS
 from leyden.cli.settings.machine import Machine
 from leyden.cli.settings.settings import Settings
 from leyden.core.devices import VISIBLE
-from leyden.core.environment import STARTER, RankEnvironment, rank_environment
+from leyden.core.environment import MACHINE_RANGE, STARTER, RankEnvironment, rank_environment
 from leyden.core.errors import ConfigurationError
 from leyden.core.paths import local_path
 from leyden.launch.heartbeat import hang_limit
@@ -64,7 +64,7 @@ class LaunchPlan:
         elastic: options of torch's elastic agent.
         accelerator: cpu, xla, or the type of the GPUs, such as cuda.
         per_machine: number of ranks on this machine.
-        machines: number of machines.
+        machines: number of machines; the largest number, if they may come and go.
         machine_rank: the number of this machine; None if the rendezvous assigns it.
         address: of machine 0.
         port: of machine 0; 0 for any free port.
@@ -73,6 +73,7 @@ class LaunchPlan:
         launched: the settings that scripts receive.
         caveats: remarks about this plan on this machine.
         rank: the rank that this process becomes; None if it starts ranks.
+        least_machines: the smallest number of machines, if they may come and go; 0 for a fixed number.
     """
 
     settings: Settings
@@ -88,6 +89,7 @@ class LaunchPlan:
     launched: LaunchSettings
     caveats: tuple[str, ...] = ()
     rank: RankEnvironment | None = None
+    least_machines: int = 0
 
     @property
     def max_restarts(self) -> int:
@@ -111,6 +113,10 @@ class LaunchPlan:
             found["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         if self.rank is not None:
             found |= {STARTER: self.rank.starter, **self.rank.variables()}
+        if self.least_machines:
+            found[MACHINE_RANGE] = f"{self.least_machines}:{self.machines}"
+            # A rank that loses a machine would show C++ frames.
+            found["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
         return found
 
     def lines(self, command: str, *, reasons: bool = False) -> str:
@@ -123,13 +129,19 @@ class LaunchPlan:
         settings, launched = self.settings, self.launched
         ranks = self.per_machine * self.machines
         where = f"{self.machines} machines × {self.per_machine}" if self.machines > 1 else "this machine"
+        number = f"{ranks} on {where}"
+        if self.least_machines:
+            number = f"{self.least_machines * self.per_machine} to {ranks} on {self.least_machines} to {where}"
         source = f"{settings.source}{settings.origin and f' ({settings.origin})'}"
         found = [("file", source if settings.source else "none: flags and defaults")]
         found += [("read as", note) for note in settings.notes]
         if settings.variables:
             found += [("environment", ", ".join(settings.variables))]
         found += [
-            ("ranks", f"{ranks} on {where}, {self.accelerator}, {self.threads} thread{'s' * (self.threads > 1)} each")
+            (
+                "ranks",
+                f"{number}, {self.accelerator}, {self.threads} thread{'s' * (self.threads > 1)} each",
+            )
         ]
         found += self._meeting_lines()
         strategy = launched.strategy or ("ddp" if ranks > 1 else "one rank")
@@ -154,6 +166,9 @@ class LaunchPlan:
         if self.machines == 1:
             return []
         which = "numbered there" if self.machine_rank is None else f"machine {self.machine_rank}"
+        if self.least_machines:
+            which = "the main machine" if self.machine_rank == 0 else "one that may come and go"
+            which = "numbered there" if self.machine_rank is None else which
         return [("meeting", f"{self.backend} at {self.address}:{self.port}, this is {which}")]
 
     def _others(self) -> list[str]:
@@ -199,14 +214,21 @@ def resolve(
     accelerator = _accelerator(settings, machine)
     task = _slurm_task(settings, environ)
     rank = task if task is not None and task.local_world_size > 1 else None
-    machines = int(settings.get("num_machines", 1)) if task is None else task.num_nodes
+    wanted = settings.get("num_machines", 1)
+    least = int(getattr(wanted, "least", 0))
+    if least and task is not None:
+        raise ConfigurationError(
+            f"num_machines: {least}:{wanted} is a range, and srun starts a fixed number of tasks: leave it out. After "
+            "a failure, SLURM requeues the job (#SBATCH --requeue)."
+        )
+    machines = int(wanted) if task is None else task.num_nodes
     if rank is not None:
         _check_rank(settings, rank)
         per_machine = rank.local_world_size
         meeting: Meeting = (rank.node_rank, *(rank.address or ("", 0)), "static")
     else:
         per_machine = _per_machine(settings, machine, accelerator, machines)
-        meeting = _meeting(settings, elastic, machines, task)
+        meeting = _meeting(settings, elastic, machines, task, is_range=least > 0)
     return LaunchPlan(
         settings,
         elastic,
@@ -216,18 +238,21 @@ def resolve(
         *meeting,
         _threads(settings, machine, per_machine, environ),
         _launched(settings, source, accelerator, per_machine * machines),
-        _caveats(settings, machine, accelerator),
+        _caveats(settings, machine, accelerator, is_range=least > 0),
         rank,
+        least,
     )
 
 
-def _caveats(settings: Settings, machine: Machine, accelerator: str) -> tuple[str, ...]:
+def _caveats(settings: Settings, machine: Machine, accelerator: str, is_range: bool) -> tuple[str, ...]:
     if machine.supposed:
         return (NOT_HERE,)
-    chosen = settings.get("gpu_ids", "all")
-    return (
-        (f"gpu_ids: {chosen} has no effect: ranks run on the CPU",) if accelerator == "cpu" and chosen != "all" else ()
-    )
+    chosen, found = settings.get("gpu_ids", "all"), []
+    if accelerator == "cpu" and chosen != "all":
+        found.append(f"gpu_ids: {chosen} has no effect: ranks run on the CPU")
+    if is_range and settings.get("resume") != "auto":
+        found.append("without --resume auto, a script that does not resume by itself starts over when machines change")
+    return tuple(found)
 
 
 def _check_rank(settings: Settings, task: RankEnvironment) -> None:
@@ -362,15 +387,23 @@ def _per_machine(settings: Settings, machine: Machine, accelerator: str, machine
     return per_machine
 
 
-def _meeting(settings: Settings, elastic: ElasticOptions, machines: int, task: RankEnvironment | None) -> Meeting:
+def _meeting(
+    settings: Settings, elastic: ElasticOptions, machines: int, task: RankEnvironment | None, is_range: bool
+) -> Meeting:
     """Returns where and how the machines meet."""
     backend = settings.get("rdzv_backend")
     if backend not in (None, "static", "c10d", "etcd", "etcd-v2"):
         raise ConfigurationError(f"rdzv_backend: {backend!r} is not known: use static or c10d.")
     if machines == 1 and elastic.endpoint is None:
         return 0, "localhost", int(settings.get("main_process_port", 0)), "c10d"
+    if is_range and backend not in (None, "c10d"):
+        raise ConfigurationError(f"rdzv_backend: {backend}: a range of machines needs c10d: leave rdzv_backend out.")
+    for name, value in elastic.rdzv_conf.items() if is_range else ():
+        if name.endswith(("_timeout", "_interval", "_attempt")) and not (value.isdecimal() and int(value)):
+            raise ConfigurationError(f"--rdzv_conf {name}={value}: give a whole number from 1.")
     # A static rendezvous hands stale addresses to restarted ranks.
-    backend = backend or ("c10d" if elastic.endpoint or settings.get("max_restarts", 0) else "static")
+    repeats = elastic.endpoint or settings.get("max_restarts", 0) or is_range
+    backend = backend or ("c10d" if repeats else "static")
     if backend == "static" and settings.get("max_restarts", 0):
         raise ConfigurationError("max_restarts needs a rendezvous that can be repeated: use rdzv_backend: c10d.")
     rank = settings.get("machine_rank") if task is None else task.node_rank
@@ -389,7 +422,7 @@ def _meeting(settings: Settings, elastic: ElasticOptions, machines: int, task: R
             f"{machines} machines, but no {' and no '.join(missing)}: give --machine_rank (0 to {machines - 1}) and "
             "--main_process_ip (of machine 0) on each machine, or --rdzv_endpoint host:port."
         )
-    if rank >= machines:
+    if rank >= machines and not is_range:
         raise ConfigurationError(
             f"machine_rank: {rank} is out of range for {machines} machines: give 0 to {machines - 1}."
         )
