@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from leyden.callbacks.loggers.plain import json_value
 from leyden.checkpoint.folder import identity
+from leyden.checkpoint.format.bucket import BucketPath, place_of
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.format.manifest import read_manifest
 from leyden.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
+    from leyden.trainer.trainer import Trainer
 
 SETTINGS = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")
 """ModelCheckpoint arguments that are recorded with each uploaded checkpoint."""
@@ -56,13 +58,27 @@ class CheckpointUploads:
                 f"{owner}(log_model={log_model!r}): use True (checkpoints kept at the end of a fit), 'all' (every "
                 "checkpoint as it is saved) or False."
             )
-        self._log_model = log_model
+        self._log_model, self._owner = log_model, owner
         self._deferred: list[ModelCheckpoint] = []
         """Callbacks whose checkpoints are uploaded at the end of the fit."""
         self._uploaded: dict[str, str] = {}
         """Identities of uploaded checkpoints, by path."""
         self._names: dict[str, str] = {}
         """Paths of uploaded checkpoints, by name."""
+
+    def check(self, trainer: Trainer) -> None:
+        """Raises if checkpoints that would be uploaded are saved to a bucket.
+
+        Raises:
+            ConfigurationError: names the folder.
+        """
+        for checkpoint in trainer.checkpoint_callbacks if self._log_model else ():
+            folder = place_of(checkpoint.folder_below(trainer.run_folder or "."), "dirpath")
+            if isinstance(folder, BucketPath):
+                raise ConfigurationError(
+                    f"{self._owner}(log_model={self._log_model!r}) uploads checkpoints from local folders, and "
+                    f"{folder} is in a bucket. Leave log_model out: the checkpoints there outlive this machine too."
+                )
 
     def after_save(self, checkpoint: ModelCheckpoint) -> list[Upload]:
         """Returns the checkpoints to upload now that a ModelCheckpoint has saved, oldest first."""

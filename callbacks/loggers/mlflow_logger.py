@@ -18,6 +18,8 @@ from leyden.core.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
 
 MAX_PARAMS_PER_CALL = 100
 """Number of parameters that MLflow accepts in one call."""
@@ -175,6 +177,10 @@ class MLFlowLogger(ServiceLogger):
         pending, self._pending = self._pending, []
         for operations in pending:
             operations.wait()
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        self._uploads.check(trainer)
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         """Uploads the checkpoints that `log_model` selects, in the background unless the logger is synchronous.

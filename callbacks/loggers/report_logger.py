@@ -25,6 +25,7 @@ from leyden.callbacks.loggers.media import as_grid, as_pixels, for_each, listed,
 from leyden.callbacks.loggers.plain import HParams, as_dict, json_value, plain_numbers
 from leyden.callbacks.loggers.tensorboard import TensorBoardLogger
 from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.bucket import place_of
 from leyden.checkpoint.format.secrets import masked_text
 from leyden.core.devices import peak_memory
 from leyden.core.errors import needs
@@ -282,7 +283,8 @@ class ReportLogger(Logger):
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         path = checkpoint_callback.last_model_path
         if path and self._folder is not None:
-            self._write("checkpoint", path=os.path.relpath(path, self._folder))
+            is_local = isinstance(place_of(path, "path"), Path)
+            self._write("checkpoint", path=os.path.relpath(path, self._folder) if is_local else path)
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
         self._write("rollback", step=self._last_step, to=step)

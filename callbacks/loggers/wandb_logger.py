@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from wandb import Artifact, Run
 
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
 
 GLOBAL_STEP = "trainer/global_step"
 
@@ -262,6 +264,10 @@ class WandbLogger(ServiceLogger):
     def unwatch(self, model: nn.Module) -> None:
         """Stops watching a model."""
         self.experiment.unwatch(model)
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        self._uploads.check(trainer)
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         """Uploads the checkpoints that `log_model` selects."""

@@ -24,7 +24,8 @@ class CheckpointRanks:
     Args:
         strategy: the run's strategy; None for a single process.
         path: the checkpoint's path, for messages.
-        each_node: each machine keeps a whole checkpoint in a folder of its own; otherwise all ranks see one folder.
+        each_node: each machine keeps a whole checkpoint in a folder of its own; otherwise, and in a bucket, all ranks
+            see one folder.
 
     Attributes:
         path: the checkpoint's path.
@@ -54,7 +55,7 @@ class CheckpointRanks:
         self.rank = 0 if self._ranks is None else self._ranks.global_rank
         self.size = 1 if self._ranks is None else self._ranks.world_size
         index, sharing = self.rank, self.size
-        if self._ranks is not None and each_node:
+        if self._ranks is not None and each_node and isinstance(self.path, Path):
             index, sharing = self._ranks.local_rank, self.size // self._ranks.num_nodes
         self.share = (index, sharing)
         self.keeper, self.is_keeper = self.rank - index, index == 0

@@ -60,6 +60,8 @@ class RunLock(ABC):
         self._content: bytes | None = None
         """The lock file's content while this process holds the folder; None otherwise."""
         self._released = threading.Event()
+        self._writing = threading.RLock()
+        """Keeps a heartbeat from writing the lock file again after its release. A finalizer may interrupt a beat."""
 
     def acquire(self) -> None:
         """Takes the folder. Waits up to `silent` seconds if only missing heartbeats can show that its owner is gone.
@@ -119,8 +121,8 @@ class RunLock(ABC):
 
     def drop(self) -> None:
         """Releases the folder from a finalizer, without waiting. The heartbeat's thread ends at its next beat."""
-        content, self._content = self._content, None
-        with contextlib.suppress(OSError, LeydenError):
+        with self._writing, contextlib.suppress(OSError, LeydenError):
+            content, self._content = self._content, None
             if content is not None and self._read() == content:
                 self._give_up(content)
 
@@ -172,11 +174,11 @@ class RunLock(ABC):
     def _keep_alive(self) -> None:
         """Writes to the lock file at every beat, until the folder is released or another process has taken it."""
         while not self._released.wait(self._beat):
-            content = self._content
-            if content is None:
-                return
             # A beat that fails now may succeed next time, and only other hosts depend on beats.
-            with contextlib.suppress(OSError, LeydenError):
+            with self._writing, contextlib.suppress(OSError, LeydenError):
+                content = self._content
+                if content is None:
+                    return
                 found = self._read()
                 if found not in (None, content):
                     return

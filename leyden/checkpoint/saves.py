@@ -99,6 +99,10 @@ class PendingSave:
         """Waits for the thread to end. With several ranks, every rank calls it."""
         self._thread.join(timeout)
 
+    def prevent(self) -> None:
+        """Prevents the commit, unless the thread has begun it."""
+        self._writer.prevent()
+
     def follow(self, follower: Callable[[Place], None]) -> None:
         """Schedules a call after the commit: in the thread, or immediately if the checkpoint is already committed.
 
@@ -148,6 +152,7 @@ class Saves:
     def __init__(self, holds_exit: bool = False, plans: ShardPlans | None = None) -> None:
         self.lock: RunLock | None = None
         self._plans = ShardPlans() if plans is None else plans
+        self._counters: dict[tuple[Place, int], int] = {}
         self._holds_exit = holds_exit
         self._memory: HostMemory | None = None
         self._written: set[Key] | None = None
@@ -225,6 +230,7 @@ class Saves:
                     plans=self._plans,
                     copies=copies,
                     check=self._check_lock,
+                    counters=self._counters,
                 )
             )
             facts: dict[str, Any] = {
@@ -345,6 +351,7 @@ class Saves:
         if pending is None:
             return
         pending.join(_ABANDONED)
+        pending.prevent()
         if not pending.is_committed and pending.is_first:
             warn(
                 f"{pending.path} was not saved: the run ended with an error first. Earlier checkpoints are whole.",

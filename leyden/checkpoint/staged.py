@@ -256,11 +256,13 @@ class StagedUpload(Staged):
     Args:
         target: the path that the checkpoint should get.
         overwrite: whether it may replace a checkpoint there.
+        counters: the highest save counters that earlier saves of this run have found, by place.
     """
 
-    def __init__(self, target: BucketPath, overwrite: bool) -> None:
+    def __init__(self, target: BucketPath, overwrite: bool, counters: dict[tuple[Place, int], int]) -> None:
         self.target: BucketPath = target
         self.overwrite = overwrite
+        self._counters = counters
         self._save_id = ""
         self._may_be_visible = False
         """The manifest has been sent, and whether the store has it may be unknown: its files must stay."""
@@ -319,15 +321,17 @@ class StagedUpload(Staged):
             upload.result()
 
     def next_counter(self, places: set[tuple[Place, int]]) -> int:
-        # Reading all manifests takes a request for each, and only this process changes them.
-        for place in places - _COUNTERS.keys():
-            _COUNTERS[place] = highest_counter(*place)
-        counter = max(_COUNTERS[place] for place in places) + 1
-        _COUNTERS.update(dict.fromkeys(places, counter))
+        # Reading all manifests takes a request for each, and only this run changes them.
+        for place in places - self._counters.keys():
+            self._counters[place] = highest_counter(*place)
+        counter = max(self._counters[place] for place in places) + 1
+        self._counters.update(dict.fromkeys(places, counter))
         return counter
 
     def commit(self, manifest: Manifest, same_name: bool, check: Callable[[], None]) -> Place:
         path, data = self._path / MANIFEST, manifest.to_bytes()
+        self._check_uploaded(manifest)
+        replaced = _save_named_in(self._path) if self.overwrite else None
         check()
         self._may_be_visible = True
         if self.overwrite:
@@ -340,8 +344,8 @@ class StagedUpload(Staged):
         self._end()
         # What cannot be deleted now stays until the next run saves here. The checkpoint is complete.
         with contextlib.suppress(OSError):
-            if self.overwrite:
-                _sweep_checkpoint(self._path, None)
+            if replaced is not None:
+                _delete_below(self._path / replaced)
             if self._path.parent not in _SWEPT:
                 sweep(self._path.parent, path.changed())
         return self._path
@@ -350,7 +354,15 @@ class StagedUpload(Staged):
         self._end()
         if is_keeper and not self._may_be_visible:
             with contextlib.suppress(OSError):
-                self._parts.delete([path for path, _ in self._parts.below()])
+                _delete_below(self._parts)
+
+    def _check_uploaded(self, manifest: Manifest) -> None:
+        """Raises if another process has deleted files of this save, as those of a killed one."""
+        found = {str(path.relative_to(self._parts)) for path, _ in self._parts.below()}
+        for name in sorted(manifest.files.keys() - found):
+            raise CheckpointError(
+                self._parts / name, "was deleted by another run before the save ended. Give each run its own folder."
+            )
 
     def _end(self) -> None:
         """Ends this rank's work: waits for uploads, and removes the local folder."""
@@ -360,8 +372,6 @@ class StagedUpload(Staged):
             self._own = None
 
 
-_COUNTERS: dict[tuple[Place, int], int] = {}
-"""The highest save counter in places of buckets that this process saves to."""
 _SWEPT: set[BucketPath] = set()
 """Folders in buckets that this process has swept."""
 
@@ -393,6 +403,19 @@ def _sweep_checkpoint(checkpoint: BucketPath, now: datetime | None) -> None:
         is_dead = now is None or all(now - written > LEFT_BEHIND for _, written in files)
         if is_dead and not _is_in_use(checkpoint, save):
             checkpoint.delete([path for path, _ in files])
+
+
+def _delete_below(folder: BucketPath) -> None:
+    folder.delete([path for path, _ in folder.below()])
+
+
+def _save_named_in(checkpoint: BucketPath) -> str | None:
+    """Returns the save that the checkpoint's manifest names; None without a readable manifest that names one."""
+    try:
+        save = read_manifest(checkpoint).save_id
+    except CheckpointError:
+        return None
+    return save if _SAVE_ID.fullmatch(save) else None
 
 
 def _is_in_use(checkpoint: BucketPath, save: str) -> bool:

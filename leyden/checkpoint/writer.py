@@ -71,6 +71,7 @@ class CheckpointWriter:
             scratch.
         copies: snapshots the tensors, so that `commit` can write the files later. None writes each file immediately.
         check: called just before the checkpoint becomes visible; raises to prevent that.
+        counters: the save counters that this run's earlier saves to buckets have found. None reads all manifests.
 
     Raises:
         CheckpointError: from every method, if something cannot be written; names the path and the cause. Earlier
@@ -96,17 +97,19 @@ class CheckpointWriter:
         plans: ShardPlans | None = None,
         copies: Copies | None = None,
         check: Callable[[], None] = lambda: None,
+        counters: dict[tuple[Place, int], int] | None = None,
     ) -> None:
         target = place_of(path, "path")
         # Absolute, since user code may change the working directory before the commit.
         self._target: Place = target if isinstance(target, BucketPath) else Path(os.path.abspath(target))
         self._staged: Staged = (
-            StagedUpload(self._target, overwrite)
+            StagedUpload(self._target, overwrite, {} if counters is None else counters)
             if isinstance(self._target, BucketPath)
             else StagedFolder(self._target, overwrite)
         )
         self._places: set[tuple[Place, int]] = {(self._target.parent, 0), *places}
         self._check = check
+        self._is_prevented = False
         self._files: dict[str, FileEntry] = {}
         self._copies = copies
         self._deferred: dict[str, Content] = {}
@@ -428,9 +431,18 @@ class CheckpointWriter:
 
     def _commit(self, manifest: Manifest, same_name: bool = False) -> Place:
         with self._write_errors(self._target):
-            path = self._staged.commit(manifest, same_name, self._check)
+            path = self._staged.commit(manifest, same_name, self._check_commit)
         self._open = False
         return path
+
+    def prevent(self) -> None:
+        """Prevents a commit that a thread has not begun: the run has ended, and another may take its folder."""
+        self._is_prevented = True
+
+    def _check_commit(self) -> None:
+        if self._is_prevented:
+            raise CheckpointError(self._target, "is not saved: its run has ended.")
+        self._check()
 
     def abort(self) -> None:
         """Removes what was written. A no-op after `commit`."""

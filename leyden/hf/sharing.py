@@ -67,7 +67,8 @@ class SavePretrained(Callback):
         checkpoint = trainer.checkpoint_callback
         best = getattr(checkpoint, "best_model_path", "") or None
         folder = self.folder or os.path.join(trainer.run_folder or trainer.default_root_dir, "pretrained")
-        if best is not None and not (Path(best) / MANIFEST).is_file():
+        is_plugins = trainer.checkpoint_io is not None and not os.path.isfile(os.path.join(best or "", MANIFEST))
+        if best is not None and is_plugins:
             warn(f"SavePretrained writes the last weights: a CheckpointIO plugin keeps the best ones, at {best}.")
             best = None
         module.save_pretrained(folder, merged=self.merged, ckpt_path=best)

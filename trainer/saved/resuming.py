@@ -185,9 +185,8 @@ def detect_shared_folders(run: Run) -> None:
     for callback in checkpoint_callbacks(run.callbacks):
         # The versions of a run lie in one file system.
         folder = run.arguments.local_root if callback.uses_run_folder else callback.folder_below("")
-        if isinstance(place_of(folder, "dirpath"), BucketPath):
-            continue
-        callback.saves_on_each_node = not is_shared(folder, CheckpointRanks(run.strategy, folder))
+        is_local = not isinstance(place_of(folder, "dirpath"), BucketPath)
+        callback.saves_on_each_node = is_local and not is_shared(folder, CheckpointRanks(run.strategy, folder))
         if callback.saves_on_each_node and not callback.save_on_each_node and run.state.stage == "fit":
             raise ConfigurationError(
                 f"{folder} is not shared by all machines. Save checkpoints to a shared file system (default_root_dir "
