@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from leyden import Accelerator, ConfigurationError, LeydenError, Trainer
 from leyden.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from leyden.callbacks.loggers.wandb_logger import WandbLogger
 from leyden.checkpoint import saves, staged
 from leyden.checkpoint.folder import all_checkpoints, newest
 from leyden.checkpoint.format import bucket
@@ -40,6 +41,7 @@ from leyden.checkpoint.staged import StagedUpload
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.cli.main import main
 from leyden.launch.owner import Owner
+from leyden.report.recorded import FILE
 from leyden.utils import ProjectConfiguration
 
 URL = f"s3://{BUCKET}"
@@ -330,12 +332,12 @@ def test_a_later_fit_of_a_process_sees_what_others_have_saved_meanwhile(memory: 
 def test_an_abandoned_save_is_not_committed_after_the_run_has_released_its_folder(
     memory: str, quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The upload lasts longer than a failed run waits for it."""
+    """A second Ctrl-C does not wait for the upload to end."""
 
-    class Fails(Callback):
+    class Interrupts(Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 1:
-                raise ValueError("no more")
+                raise KeyboardInterrupt
 
     went_on, upload = threading.Event(), StagedUpload.write
 
@@ -345,8 +347,9 @@ def test_an_abandoned_save_is_not_committed_after_the_run_has_released_its_folde
 
     monkeypatch.setattr(saves, "_ABANDONED", 0.1)
     monkeypatch.setattr(StagedUpload, "write", slow)
-    with pytest.raises(ValueError, match="no more"), pytest.warns(UserWarning, match="was not saved"):
-        fit(quiet, ModelCheckpoint(f"{memory}/run", every_n_train_steps=1, asynchronous=True), Fails(), path="auto")
+    checkpoint = ModelCheckpoint(f"{memory}/run", every_n_train_steps=1, asynchronous=True)
+    with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="was not saved"):
+        fit(quiet, checkpoint, Interrupts(), path="auto")
     went_on.set()
     for thread in threading.enumerate():
         if thread.name == "leyden-save":
@@ -376,6 +379,22 @@ def test_a_failed_run_is_saved_to_a_bucket(memory: str, quiet: dict[str, Any]) -
         fit(quiet, last, Fails())
     assert str(last.saved_path) == f"{memory}/failed/on_exception"
     CheckpointReader(f"{memory}/failed/on_exception").verify()
+
+
+def test_a_logger_does_not_pretend_to_upload_checkpoints_from_a_bucket(
+    memory: str, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    logger = WandbLogger(save_dir=tmp_path, offline=True, log_model=True)
+    with pytest.raises(ConfigurationError, match=rf"WandbLogger\(log_model=True\).*{memory}/run is in a bucket"):
+        fit(quiet, ModelCheckpoint(f"{memory}/run"), logger=logger)
+    assert objects(memory) == []
+
+
+def test_a_report_names_a_checkpoint_in_a_bucket(memory: str, quiet: dict[str, Any]) -> None:
+    _, trainer = fit(quiet, ModelCheckpoint(f"{memory}/run"), report=True, logger=True)
+    [record] = Path(trainer.run_folder).rglob(FILE)
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert f"{memory}/run/epoch=1-step=6" in [line.get("path") for line in lines]
 
 
 def test_an_accelerator_keeps_its_project_in_a_bucket(memory: str) -> None:

@@ -134,10 +134,12 @@ class Judged(HFModule):
         self.log("score", float(self.trainer.progress.epoch))
 
 
-def fit_and_save(strategy: Any, out: str, peft: Any = None, merged: bool = False, *callbacks: Any) -> str:
+def fit_and_save(
+    strategy: Any, out: str, peft: Any = None, merged: bool = False, *callbacks: Any, saved: str = ""
+) -> str:
     torch.manual_seed(1)
     module = Judged(make_model("llama"), lr=1e-2, peft_config=peft)
-    best = ModelCheckpoint(f"{out}/best", monitor="score", trainable_only=peft is not None)
+    best = ModelCheckpoint(saved or f"{out}/best", monitor="score", trainable_only=peft is not None)
     share = SavePretrained(f"{out}/pretrained", merged=merged)
     arguments = {**QUIET, "enable_checkpointing": True, "callbacks": [*callbacks, share, best]}
     trainer = Trainer(strategy=strategy, max_epochs=3, verbose=False, **arguments)
@@ -151,8 +153,10 @@ def fit_and_save(strategy: Any, out: str, peft: Any = None, merged: bool = False
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-def test_the_folder_has_the_weights_of_the_best_checkpoint(averaged: bool, tmp_path: Path) -> None:
-    path = fit_and_save("single_device", str(tmp_path), None, False, *([WeightAveraging()] if averaged else []))
+@pytest.mark.parametrize("saved", ["", "memory://bucket/best"])
+def test_the_folder_has_the_weights_of_the_best_checkpoint(averaged: bool, saved: str, tmp_path: Path) -> None:
+    averages = [WeightAveraging()] if averaged else []
+    path = fit_and_save("single_device", str(tmp_path), None, False, *averages, saved=saved)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained").state_dict()
     expected = CheckpointReader(path).model()
     assert all(torch.equal(found[name.removeprefix("model.")], value) for name, value in expected.items())
