@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from leyden.checkpoint.format.bucket import BucketPath, place_of
 from leyden.core.errors import ConfigurationError
 from leyden.core.rank_zero import warn
 
@@ -195,7 +196,7 @@ def _reports(args: Any) -> dict[str, Any]:
     folder = args.output_dir or "."
     loggers: list[Any] = []
     if "tensorboard" in names:
-        loggers.append(TensorBoardLogger(folder))
+        loggers.append(TensorBoardLogger(None if isinstance(place_of(folder, "output_dir"), BucketPath) else folder))
     if "wandb" in names:
         loggers.append(WandbLogger(name=args.run_name))
     return {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from buckets import BUCKET, serving
 from models import QUIET, SAVED, Regression
 from ranks.world import run_world
 from torch import nn
@@ -20,6 +21,7 @@ from leyden import Trainer
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.checkpoint import nodes
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.folder import newest
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.writer import CheckpointWriter
@@ -142,6 +144,26 @@ def test_a_shared_folder_disables_saving_on_each_node(tmp_path: Path) -> None:
         "step=1",
         "step=2",
     ]
+
+
+def fit_into_a_bucket_too(folder: str) -> None:
+    machine = on_machines(2)
+    bucket = f"s3://{BUCKET}"
+    local = ModelCheckpoint(f"{folder}/{machine}", save_on_each_node=True, every_n_train_steps=1)
+    for callbacks in ([ModelCheckpoint(f"{bucket}/first"), local], [local, ModelCheckpoint(f"{bucket}/second")]):
+        arguments = {**QUIET, "enable_checkpointing": True, "max_epochs": 1, "default_root_dir": f"{folder}/{machine}"}
+        Trainer(strategy="ddp", callbacks=callbacks, **arguments).fit(
+            Net(), DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), 4)
+        )
+
+
+def test_folders_of_each_machine_do_not_divide_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(monkeypatch) as server:
+        run_world(2, fit_into_a_bucket_too, str(tmp_path), environ=server.environ)
+        for place in (f"s3://{BUCKET}/first", f"s3://{BUCKET}/second", tmp_path / "0", tmp_path / "1"):
+            path = newest(place, strict=True)
+            assert path is not None
+            assert {"rank-0.json", "rank-1.json"} <= set(CheckpointReader(path).manifest.files)
 
 
 def save_to_full_disk(folder: str) -> str:

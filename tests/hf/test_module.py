@@ -439,6 +439,13 @@ def test_fractions_of_all_steps_become_steps() -> None:
         from_training_arguments(transformers.TrainingArguments(save_steps=0.5, report_to=[]))
 
 
+def test_an_output_folder_in_a_bucket_is_for_checkpoints_alone() -> None:
+    args = transformers.TrainingArguments(output_dir="memory://bucket/run", report_to=["tensorboard"])
+    trainer = Trainer(**from_training_arguments(args).trainer, accelerator="cpu")
+    assert str(trainer.arguments.bucket) == "memory://bucket/run"
+    assert Path(trainer.logger.save_dir) == Path.cwd()
+
+
 def test_a_reporter_without_a_counterpart_is_named() -> None:
     args = transformers.TrainingArguments(report_to=[])
     args.report_to = ["mlflow"]
