@@ -294,6 +294,25 @@ def test_files_of_killed_saves_are_deleted_once_they_are_old(memory: str, monkey
     assert save() == ["notes/save-it/file", "two/notes/file"]
 
 
+def test_only_the_first_of_two_creates_an_object(memory: str) -> None:
+    path = BucketPath(f"{memory}/one")
+    assert [path.create(data) for data in (b"1", b"2", b"1")] == [True, False, True]
+    assert path.read_bytes(9) == b"1"
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_the_files_of_a_checkpoint_are_never_swept(memory: str, is_damaged: bool) -> None:
+    with CheckpointWriter(f"{memory}/runs/one") as writer:
+        writer.model({"weight": torch.ones(3)})
+        one = writer.commit(progress={"epoch": 0, "global_step": 1})
+    before = objects(str(one))
+    BucketPath(f"{one}/save-0123456789abcdef/file").write_bytes(b"1")
+    if is_damaged:
+        BucketPath(f"{one}/{MANIFEST}").write_bytes(b"{")
+    staged.sweep(BucketPath(f"{memory}/runs"), None)
+    assert [name for name in objects(str(one)) if not (is_damaged and name.endswith("file"))] == before
+
+
 def test_two_saves_to_one_name_at_a_time_are_both_whole(memory: str) -> None:
     with CheckpointWriter(f"{memory}/runs/one", overwrite=True) as slow:
         slow.model({"weight": torch.tensor(1.0)})
