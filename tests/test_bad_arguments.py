@@ -110,7 +110,7 @@ argument(
     r"logger='csv': a str is not a logger: use True, False, or loggers such as CSVLogger\(\)",
     logger="csv",
 )
-argument("URL as default_root_dir", r"default_root_dir='s3://bucket/run' is a URL", default_root_dir="s3://bucket/run")
+argument("URL as default_root_dir", r"default_root_dir='ftp://host/run' is a URL", default_root_dir="ftp://host/run")
 argument("barebones with a logger", r"barebones=True disables logger.*choose one", barebones=True, logger=True)
 argument(
     "callback class instead of an instance",

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from leyden import Accelerator, ConfigurationError, Trainer
 from leyden.callbacks import ModelCheckpoint
-from leyden.checkpoint.format.bucket import BucketPath, place_of, store_of
+from leyden.checkpoint.format.bucket import RETRIES, BucketPath, place_of, store_of
 from leyden.checkpoint.format.errors import CheckpointError, NoCheckpointError
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.writer import CheckpointWriter
@@ -254,6 +254,7 @@ def test_missing_credentials_are_named(server: Server, monkeypatch: pytest.Monke
         monkeypatch.delenv(name)
     # The address of a cloud's metadata service, here one where nobody answers.
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setitem(RETRIES, "max_retries", 1)
     store_of.cache_clear()
     with pytest.raises(CheckpointError, match="no credentials .*AWS_ACCESS_KEY_ID"):
         CheckpointReader(f"{URL}/one")
