@@ -325,6 +325,11 @@ class ModelCheckpoint(Callback):
     def _make_folder(self) -> None:
         """Creates the folder up front, so a failure surfaces before training and not after the first epoch."""
         assert self.dirpath is not None
+        if "?" in self.filename and isinstance(place_of(self.dirpath, "dirpath"), BucketPath):
+            raise ConfigurationError(
+                f"ModelCheckpoint(filename={self.filename!r}): in a URL, a ? begins parameters such as signatures, "
+                f"which are refused. Leave it out, since checkpoints go to {self.dirpath}."
+            )
         self._storage.make(self.dirpath)
         self._style.check_length(self.filename, self.dirpath)
 

@@ -633,6 +633,11 @@ def test_a_store_that_ignores_conditions_is_warned_of(server: Server) -> None:
         BucketLock(BucketPath(f"{URL}/run")).acquire()
 
 
+def test_a_name_that_no_url_can_have_is_refused_before_training(memory: str, quiet: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"\{step\}\?.*Leave it out"):
+        fit(quiet, ModelCheckpoint(f"{memory}/run", "{step}?"))
+
+
 def test_a_password_in_a_url_is_never_shown(quiet: dict[str, Any]) -> None:
     for call in (ModelCheckpoint, lambda url: Trainer(**{**quiet, "default_root_dir": url}), OnExceptionCheckpoint):
         with pytest.raises(ConfigurationError, match="holds credentials") as caught:
