@@ -52,6 +52,7 @@ BUCKETS: dict[str, Callable[[Any], Any]] = {
     "project_dir": lambda url: ProjectConfiguration(project_dir=url),
     "Accelerator": lambda url: Accelerator(project_dir=url),
     "save_state": lambda url: Accelerator(cpu=True).save_state(url),
+    "to_yaml": lambda url: ModelCheckpoint().to_yaml(url),
 }
 """These also take a URL in a bucket."""
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -66,7 +67,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "PyTorchProfiler": PyTorchProfiler,
     "CometLogger": lambda url: CometLogger(save_dir=url),
     "WandbLogger, dir": lambda url: WandbLogger(dir=url),
-    "to_yaml": lambda url: ModelCheckpoint().to_yaml(url),
     "AdvancedProfiler": AdvancedProfiler,
     "ProfileKwargs": lambda url: ProfileKwargs(output_trace_dir=url),
     "DeepSpeedStrategy": lambda url: DeepSpeedStrategy(stage=3, offload_parameters="nvme", nvme_path=url),

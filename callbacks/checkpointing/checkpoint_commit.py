@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leyden.checkpoint.folder import delete, identity, is_checkpoint
+from leyden.checkpoint.folder import delete, identity, is_taken
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.errors import CheckpointError
@@ -32,20 +32,15 @@ class FolderStorage:
         Raises:
             CheckpointError: if its manifest cannot be read.
         """
-        place = place_of(path, "path")
-        if not self.is_taken(path):
-            return None
-        return identity(read_manifest(place))
+        return identity(read_manifest(place_of(path, "path"))) if self.is_taken(path) else None
 
     def exists(self, path: str) -> bool:
         """Returns True if there is a checkpoint at the path."""
-        place = place_of(path, "path")
-        return is_checkpoint(place) if isinstance(place, BucketPath) else os.path.exists(place)
+        return is_taken(path)
 
     def is_taken(self, path: str) -> bool:
         """Returns True if a save to the path would replace something."""
-        place = place_of(path, "path")
-        return is_checkpoint(place) if isinstance(place, BucketPath) else os.path.lexists(place)
+        return is_taken(path)
 
     def make(self, folder: str) -> None:
         """Creates the folder of checkpoints. In a bucket, checks that it can be listed.
@@ -89,6 +84,11 @@ class PluginStorage(FolderStorage):
 
     def is_taken(self, path: str) -> bool:
         return os.path.lexists(path)
+
+    def make(self, folder: str) -> None:
+        # The plugin stores what is in a bucket, with its own means.
+        if isinstance(place_of(folder, "dirpath"), Path):
+            super().make(folder)
 
     def delete(self, path: str) -> None:
         try:

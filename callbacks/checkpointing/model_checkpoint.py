@@ -447,8 +447,9 @@ class ModelCheckpoint(Callback):
             # Only one save runs at a time, and the previous one must exist before a free name is chosen.
             trainer.finish_saving()
             self._finish_background_save(trainer)
-        path = self._path(values, is_ranked, is_own) if is_ranked or self.save_last else None
         # Only rank 0 is sure to see the folder, so it decides.
+        decides = trainer.is_global_zero and (is_ranked or self.save_last)
+        path = self._path(values, is_ranked, is_own) if decides else None
         decision = is_ranked, path and self._relative(path), path is not None and self._storage.is_taken(path)
         is_ranked, name, replaces = trainer.strategy.ranks.broadcast(decision)
         if name is None:

@@ -6,15 +6,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.bucket import BucketPath, place_of
 from leyden.core.errors import ConfigurationError, StateError
-from leyden.core.paths import local_path
 from leyden.core.saved_state import SavedState, brief
 
 
@@ -96,9 +95,13 @@ def write_scores(scores: Mapping[str, Tensor], path: str | os.PathLike[str] | No
 
     if path is None and folder is None:
         raise ConfigurationError("ModelCheckpoint.to_yaml() has no default folder before a fit: pass a filepath.")
-    target = Path(folder or "", "best_k_models.yaml") if path is None else Path(local_path(path, "filepath"))
+    target = place_of(os.path.join(folder or "", "best_k_models.yaml") if path is None else path, "filepath")
+    text = yaml.safe_dump({name: float(score) for name, score in scores.items()})
+    if isinstance(target, BucketPath):
+        target.write_bytes(text.encode())
+        return
     with staging.replacing(target) as temporary:
-        temporary.write_text(yaml.safe_dump({name: float(score) for name, score in scores.items()}), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
 
 
 class _Paths:

@@ -126,6 +126,12 @@ def is_checkpoint(path: str | os.PathLike[str] | BucketPath) -> bool:
     return not path.is_symlink() and path.is_dir() and os.path.lexists(path / MANIFEST)
 
 
+def is_taken(path: str | os.PathLike[str] | BucketPath) -> bool:
+    """Returns True if a save to this path would replace something. A bucket has no folders, only checkpoints."""
+    path = place_of(path, "path")
+    return is_checkpoint(path) if isinstance(path, BucketPath) else os.path.lexists(path)
+
+
 def delete(path: str | os.PathLike[str] | BucketPath) -> None:
     """Deletes a checkpoint.
 

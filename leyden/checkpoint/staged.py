@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from pathlib import Path, PurePath
 
 from leyden.checkpoint.copies import Content, Text
-from leyden.checkpoint.folder import highest_counter, is_checkpoint
+from leyden.checkpoint.folder import is_checkpoint, is_taken
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.bucket import PARALLEL, BucketPath, Place
 from leyden.checkpoint.format.errors import CheckpointError
@@ -56,17 +56,13 @@ class Staged(ABC):
     @property
     def planned(self) -> Place:
         """The path that `commit` will give the checkpoint, unless another process takes that name first."""
-        return self.target if self.overwrite else next(path for path in self.candidates() if not self.is_taken(path))
+        return self.target if self.overwrite else next(path for path in self.candidates() if not is_taken(path))
 
     def candidates(self) -> Iterator[Place]:
         """Yields the paths that the checkpoint may get, in order of preference."""
         yield self.target
         for version in itertools.count(1):
             yield self.target.with_name(f"{self.target.name}-v{version}")
-
-    @abstractmethod
-    def is_taken(self, path: Place) -> bool:
-        """Returns True if the checkpoint cannot get this path without replacing something."""
 
     @property
     @abstractmethod
@@ -91,10 +87,6 @@ class Staged(ABC):
 
     def flush(self) -> None:
         """Waits until everything that this rank has written survives a power failure."""
-
-    @abstractmethod
-    def next_counter(self, places: set[tuple[Place, int]]) -> int:
-        """Returns the save counter of a new checkpoint, above those of all checkpoints in these places."""
 
     @property
     def save_id(self) -> str:
@@ -146,9 +138,6 @@ class StagedFolder(Staged):
                 "ModelCheckpoint(save_on_each_node=True).",
             )
 
-    def is_taken(self, path: Place) -> bool:
-        return os.path.lexists(str(path))
-
     @property
     def folder(self) -> Path:
         return self._folder
@@ -168,9 +157,6 @@ class StagedFolder(Staged):
 
     def flush(self) -> None:
         self._unflushed.flush()
-
-    def next_counter(self, places: set[tuple[Place, int]]) -> int:
-        return max(highest_counter(*place) for place in places) + 1
 
     def commit(self, manifest: Manifest, same_name: bool, check: Callable[[], None]) -> Place:
         for name, entry in manifest.files.items():
@@ -206,7 +192,7 @@ class StagedFolder(Staged):
         if same_name and os.path.lexists(self.target):
             raise CheckpointError(self.target, "exists on this machine, but not on the first one. Remove it.")
         for path in self.candidates():
-            if self.is_taken(path):
+            if is_taken(path):
                 continue
             assert isinstance(path, Path)
             try:
@@ -256,13 +242,11 @@ class StagedUpload(Staged):
     Args:
         target: the path that the checkpoint should get.
         overwrite: whether it may replace a checkpoint there.
-        counters: the highest save counters that earlier saves of this run have found, by place.
     """
 
-    def __init__(self, target: BucketPath, overwrite: bool, counters: dict[tuple[Place, int], int]) -> None:
+    def __init__(self, target: BucketPath, overwrite: bool) -> None:
         self.target: BucketPath = target
         self.overwrite = overwrite
-        self._counters = counters
         self._save_id = ""
         self._may_be_visible = False
         """The manifest has been sent, and whether the store has it may be unknown: its files must stay."""
@@ -276,18 +260,18 @@ class StagedUpload(Staged):
     def save_id(self) -> str:
         return self._save_id
 
+    @property
+    def planned(self) -> Place:
+        # Chosen once, by the keeper: each look is a request.
+        return self._path
+
     def begin(self) -> str:
-        target = self.planned
-        assert isinstance(target, BucketPath)
-        return f"{target}/save-{secrets.token_hex(8)}"
+        return f"{super().planned}/save-{secrets.token_hex(8)}"
 
     def join(self, begun: str) -> None:
         self._parts = BucketPath(begun)
         self._save_id = self._parts.name
         self._path = self._parts.parent
-
-    def is_taken(self, path: Place) -> bool:
-        return (path / MANIFEST).is_file()
 
     @property
     def folder(self) -> Path:
@@ -319,14 +303,6 @@ class StagedUpload(Staged):
         uploads, self._uploads = self._uploads, []
         for upload in uploads:
             upload.result()
-
-    def next_counter(self, places: set[tuple[Place, int]]) -> int:
-        # Reading all manifests takes a request for each, and only this run changes them.
-        for place in places - self._counters.keys():
-            self._counters[place] = highest_counter(*place)
-        counter = max(self._counters[place] for place in places) + 1
-        self._counters.update(dict.fromkeys(places, counter))
-        return counter
 
     def commit(self, manifest: Manifest, same_name: bool, check: Callable[[], None]) -> Place:
         path, data = self._path / MANIFEST, manifest.to_bytes()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.copies import Content, Copies, Tensors, Text
+from leyden.checkpoint.folder import highest_counter
 from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.codec import encode
 from leyden.checkpoint.format.errors import CheckpointError, UnsupportedStateError
@@ -71,7 +72,7 @@ class CheckpointWriter:
             scratch.
         copies: snapshots the tensors, so that `commit` can write the files later. None writes each file immediately.
         check: called just before the checkpoint becomes visible; raises to prevent that.
-        counters: the save counters that this run's earlier saves to buckets have found. None reads all manifests.
+        counters: the highest save counters that this run's earlier saves have found, by place.
 
     Raises:
         CheckpointError: from every method, if something cannot be written; names the path and the cause. Earlier
@@ -103,11 +104,12 @@ class CheckpointWriter:
         # Absolute, since user code may change the working directory before the commit.
         self._target: Place = target if isinstance(target, BucketPath) else Path(os.path.abspath(target))
         self._staged: Staged = (
-            StagedUpload(self._target, overwrite, {} if counters is None else counters)
+            StagedUpload(self._target, overwrite)
             if isinstance(self._target, BucketPath)
             else StagedFolder(self._target, overwrite)
         )
         self._places: set[tuple[Place, int]] = {(self._target.parent, 0), *places}
+        self._counters = {} if counters is None else counters
         self._check = check
         self._is_prevented = False
         self._files: dict[str, FileEntry] = {}
@@ -419,7 +421,7 @@ class CheckpointWriter:
                 self._files[name] = entry
         return Manifest(
             files=self._files,
-            save_counter=self._staged.next_counter(self._places),
+            save_counter=self._next_counter(),
             saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(),
             progress={key: progress[key] for key in ("epoch", "global_step") if key in progress},
             world_size=world_size,
@@ -428,6 +430,17 @@ class CheckpointWriter:
             data_ranks=tuple(data_ranks) if len(set(data_ranks)) < len(data_ranks) else (),
             save_id=self._staged.save_id,
         )
+
+    def _next_counter(self) -> int:
+        """Returns a counter above those of all checkpoints in the places."""
+        counters = self._counters
+        for place in self._places:
+            # A bucket takes a request for each manifest, and only this run saves there.
+            if place not in counters or isinstance(place[0], Path):
+                counters[place] = highest_counter(*place)
+        counter = max(counters[place] for place in self._places) + 1
+        counters.update(dict.fromkeys(self._places, counter))
+        return counter
 
     def _commit(self, manifest: Manifest, same_name: bool = False) -> Place:
         with self._write_errors(self._target):

@@ -144,6 +144,10 @@ class Membership(dynamic.DynamicRendezvousHandler):  # type: ignore[misc]
         """Returns True if the rendezvous has exactly the machines of this world."""
         return self._is_whole(self._read())
 
+    def leave_at_end(self) -> None:
+        """Makes `shutdown` leave the world, and not end the job of the others."""
+        self.leaves = True
+
     def leave(self) -> None:
         """Leaves the world, for the others to go on at once."""
         if self._is_lost:
@@ -245,8 +249,9 @@ class MemberAgent(LocalElasticAgent):  # type: ignore[misc]
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED and self._notes.code() not in (None, INTERRUPTED):
-            self._membership.leaves = self._notes.came_here()
-            return result if self._membership.leaves else self._restarted(worker_group)
+            if not self._notes.came_here():
+                return self._restarted(worker_group)
+            self._membership.leave_at_end()
         if result.state == WorkerState.FAILED and self._has_lost_a_machine(result):
             return self._restarted(worker_group)
         return result

@@ -193,6 +193,9 @@ def test_auto_and_last_continue_from_a_bucket(memory: str, quiet: dict[str, Any]
     # The ranking went along.
     assert [path.name for path in all_checkpoints(BucketPath(f"{memory}/run"))] == ["epoch=2-step=9", "epoch=3-step=12"]
     assert trainer.checkpoint_callback.best_model_path == str(trainer.last_checkpoint)
+    # Without a monitor nothing is scored; the file lies beside the checkpoints.
+    trainer.checkpoint_callback.to_yaml()
+    assert BucketPath(f"{memory}/run/best_k_models.yaml").read_bytes(100) == b"{}\n"
 
 
 def test_a_root_in_a_bucket_is_for_checkpoints_alone(

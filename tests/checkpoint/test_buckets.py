@@ -227,17 +227,27 @@ def test_empty_objects_odd_names_and_a_whole_bucket(server: Server) -> None:
 
 def test_a_plugin_gets_urls_and_needs_no_obstore(tmp_path: Path, quiet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stored(CheckpointIO):
-        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None: ...
-        def remove_checkpoint(self, path: Any) -> None: ...
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            saved.append(path)
+
+        def remove_checkpoint(self, path: Any) -> None:
+            removed.append(path)
+
         def load_checkpoint(self, path: Any, map_location: Any = None) -> Any:
             loaded.append(path)
             return {"state_dict": {name: torch.zeros_like(value) for name, value in module().state_dict().items()}}
 
+    saved: list[str] = []
+    removed: list[str] = []
     loaded: list[str] = []
     monkeypatch.setitem(sys.modules, "obstore", None)
     zeros = module()
     Trainer(plugins=[Stored()], **quiet).validate(zeros, data(), ckpt_path="s3://runs/one")
     assert loaded == ["s3://runs/one"] and not any(parameter.any() for parameter in zeros.parameters())
+    saves = ModelCheckpoint("s3://runs/mine", "{step}", save_top_k=2)
+    arguments = {**quiet, "enable_checkpointing": True}
+    Trainer(plugins=[Stored()], callbacks=saves, max_epochs=3, **arguments).fit(module(), data())
+    assert saved == [f"s3://runs/mine/step={step}" for step in (12, 24, 36)] and removed == saved[:1]
     with pytest.raises(MissingExtraError, match=r"leyden\[remote\]"):
         Trainer(**quiet).validate(module(), data(), ckpt_path="s3://runs/one")
 

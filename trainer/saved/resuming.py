@@ -231,7 +231,9 @@ def lock_of(run: Run) -> RunLock | None:
     first = next(iter(checkpoint_callbacks(run.callbacks)), None)
     if run.folder is None and (first is None or first.uses_run_folder):
         return None
-    return lock_on(folder_of_last(run.callbacks, run.folder or ""))
+    folder = folder_of_last(run.callbacks, run.folder or "")
+    # Only the plugin can reach what it stores in a bucket.
+    return lock_on(folder) if isinstance(folder, Path) or run.checkpoint_io is None else None
 
 
 def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal, warns: bool) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from leyden.callbacks.base import Callback, refusal
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.checkpoint.folder import is_checkpoint
+from leyden.checkpoint.folder import is_taken
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.errors import CheckpointError
@@ -193,7 +193,7 @@ def _real(path: Place) -> Place:
 
 def exists(path: Place) -> bool:
     """Returns True if a checkpoint is at this path, or was moved aside from it."""
-    return is_checkpoint(path) if isinstance(path, BucketPath) else os.path.lexists(staging.standing(path))
+    return is_taken(path if isinstance(path, BucketPath) else staging.standing(path))
 
 
 # epochs ---------------------------------------------------------------------------------------------------------------

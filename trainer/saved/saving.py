@@ -134,7 +134,8 @@ def save(
         strategy=strategy,
         ranks=ranks,
         overwrite=overwrite,
-        places=places_of(run.callbacks, run.folder),
+        # A plugin's checkpoints have no counters.
+        places=places_of(run.callbacks, run.folder) if run.checkpoint_io is None else (),
         background=asynchronous,
         optimizers=optimizers,
         stepped=optimizers,

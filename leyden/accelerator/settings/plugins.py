@@ -10,15 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from leyden.checkpoint.folder import is_checkpoint
+from leyden.checkpoint.folder import is_taken
 from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.paths import local_path
-
-if TYPE_CHECKING:
-    from leyden.checkpoint.format.bucket import Place
 
 H = TypeVar("H")
 HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
@@ -137,10 +134,7 @@ class ProjectConfiguration:
     def next_name(self) -> str:
         """Returns the next automatic name, skipping names that an earlier run has used in the same folder."""
         names = (f"checkpoint_{number}" for number in itertools.count(self.iteration))
-        folder = self.checkpoint_folder
-        if isinstance(folder, BucketPath):
-            return next(name for name in names if not is_checkpoint(folder / name))
-        return next(name for name in names if not os.path.lexists(folder / name))
+        return next(name for name in names if not is_taken(self.checkpoint_folder / name))
 
     def continue_after(self, path: Place) -> None:
         """Continues the numbering after a checkpoint, if it was named automatically."""
