@@ -336,7 +336,7 @@ class Run:
         self.heartbeat.report_to(self.folder)
         if self.state.stage == "fit" and self.strategy.ranks.is_global_zero:
             with self._warning_of_status():
-                self.status = RunStatus.begin(Path(self.folder), places_of(self.callbacks, self.folder))
+                self.status = RunStatus.begin(Path(self.folder), places_of(self.callbacks, self.checkpoint_root))
 
     def _hold(self, alone: bool) -> None:
         """Locks the checkpoint folder for this run, or only checks that no other run has locked it.
@@ -354,6 +354,12 @@ class Run:
                 self.saves.hold(lock, ranks)
             else:
                 ranks.keep(lock.check_free)
+
+    @property
+    def checkpoint_root(self) -> str | None:
+        """Where callbacks that name no folder save: `default_root_dir` if it is in a bucket, else the run's folder."""
+        bucket = self.arguments.bucket
+        return self.folder if bucket is None else str(bucket)
 
     def release(self) -> None:
         """Releases the lock on the checkpoint folder, if this run holds it."""

@@ -964,7 +964,7 @@ class Trainer:
     @property
     def checkpoint_folder(self) -> Place:
         """The folder of the first ModelCheckpoint, or else `checkpoints` in the run's folder."""
-        return folder_of_last(self.callbacks, self.run_folder or self.default_root_dir)
+        return folder_of_last(self.callbacks, self._run.checkpoint_root or self.default_root_dir)
 
     @property
     def saves_on_each_node(self) -> bool:

@@ -217,6 +217,24 @@ def test_a_root_in_a_bucket_is_for_checkpoints_alone(
     assert Path(local.checkpoint_callback.best_model_path).is_relative_to(tmp_path / "local")
 
 
+def test_a_preempted_run_without_a_model_checkpoint_continues_from_its_bucket(
+    memory: str, quiet: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Preempted(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 4:
+                signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.chdir(tmp_path)
+    whole, _ = fit(quiet)
+    root = {"default_root_dir": f"{memory}/root", "enable_checkpointing": False, "resume": "auto"}
+    with pytest.raises(SystemExit) as left:
+        fit(quiet, Preempted(), **root)
+    assert left.value.code == 75 and not list(tmp_path.glob("*/checkpoints/preempted"))
+    resumed, trainer = fit(quiet, **root)
+    assert same_weights(whole, resumed) and trainer.ckpt_path == f"{memory}/root/checkpoints/preempted"
+
+
 def test_the_pages_trainers_continue_from_their_bucket(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from leyden.checkpoint.format.bucket import Place, place_of
@@ -28,10 +27,10 @@ def folder_of_last(callbacks: Iterable[Callback], root: str) -> Place:
 
     Args:
         callbacks: the run's callbacks.
-        root: the run's folder.
+        root: `Run.checkpoint_root`.
     """
     first = next(iter(checkpoint_callbacks(callbacks)), None)
-    return Path(root, CHECKPOINTS) if first is None else place_of(first.folder_below(root), "dirpath")
+    return _below(root) if first is None else place_of(first.folder_below(root), "dirpath")
 
 
 def places_of(callbacks: Iterable[Callback], root: str | None) -> list[tuple[Place, int]]:
@@ -39,17 +38,21 @@ def places_of(callbacks: Iterable[Callback], root: str | None) -> list[tuple[Pla
 
     Args:
         callbacks: the run's callbacks.
-        root: the run's folder; None for only the folders that the user named.
+        root: `Run.checkpoint_root`; None for only the folders that the user named.
     """
     own = checkpoint_callbacks(callbacks)
     if not own:
-        return [] if root is None else [(Path(root, CHECKPOINTS), 0)]
+        return [] if root is None else [(_below(root), 0)]
     depths: dict[str, int] = {}
     for callback in own:
         if root is not None or not callback.uses_run_folder:
             folder = callback.folder_below(root or "")
             depths[folder] = max(depths.get(folder, 0), callback.depth)
     return [(place_of(folder, "dirpath"), depth) for folder, depth in depths.items()]
+
+
+def _below(root: str) -> Place:
+    return place_of(root, "default_root_dir") / CHECKPOINTS
 
 
 def are_on_each_node(callbacks: Iterable[Callback]) -> bool:

@@ -201,7 +201,7 @@ def _newest(
     own: Sequence[Callback] = checkpoint_callbacks(run.callbacks)
     if goal.parts != {"weights"}:
         own = [callback for callback in checkpoint_callbacks(run.callbacks) if not callback.save_weights_only] or own
-    places = places_of(own, folder)
+    places = places_of(own, folder if run.arguments.bucket is None else run.checkpoint_root)
     found = newest_reader(places, goal.path == "auto", ranks, ahead, accepts(run, goal, folder))
     if found is None and goal.path == "last":
         raise CheckpointError(
@@ -229,9 +229,9 @@ def lock_of(run: Run) -> RunLock | None:
     if run.state.stage != "fit" or run.arguments.fast_dev_run or not saves:
         return None
     first = next(iter(checkpoint_callbacks(run.callbacks)), None)
-    if run.folder is None and (first is None or first.uses_run_folder):
+    if run.checkpoint_root is None and (first is None or first.uses_run_folder):
         return None
-    folder = folder_of_last(run.callbacks, run.folder or "")
+    folder = folder_of_last(run.callbacks, run.checkpoint_root or "")
     # Only the plugin can reach what it stores in a bucket.
     return lock_on(folder) if isinstance(folder, Path) or run.checkpoint_io is None else None
 

@@ -161,7 +161,8 @@ class Versions:
         self._saving = checkpoint_callbacks(callbacks)
         home = arguments.local_root
         self.root = home if self._lead is None else self._lead.runs_below(home)
-        self.place_checkpoints = not self._saving or any(callback.uses_run_folder for callback in self._saving)
+        is_local = arguments.bucket is None
+        self.place_checkpoints = is_local and (not self._saving or any(one.uses_run_folder for one in self._saving))
 
     @property
     def writes_nothing(self) -> bool:

@@ -135,7 +135,7 @@ def save(
         ranks=ranks,
         overwrite=overwrite,
         # A plugin's checkpoints have no counters.
-        places=places_of(run.callbacks, run.folder) if run.checkpoint_io is None else (),
+        places=places_of(run.callbacks, run.checkpoint_root) if run.checkpoint_io is None else (),
         background=asynchronous,
         optimizers=optimizers,
         stepped=optimizers,
