@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from leyden.core.rank_zero import warn
@@ -39,6 +40,24 @@ def end_normally(run: Run, last_words: Callable[[], str | None], leave: Callable
         raise_quietly(interruption)
 
 
+@contextmanager
+def dead_workers_named() -> Iterator[None]:
+    """Replaces an error that a loader's dead worker caused by one that names the worker.
+
+    SIGCHLD may arrive after the first error, and torch's handler then raises a second one wherever the main thread is.
+    So this waits for the worker's end before anything else reacts to the error.
+    """
+    try:
+        yield
+    except Exception as error:
+        from leyden.data.workers import died
+
+        dead = died(error)
+        if dead is None:
+            raise
+        raise dead from error
+
+
 def end_with_error(
     run: Run, error: BaseException, owners: Iterable[object], last_words: Callable[[], str | None]
 ) -> None:
@@ -59,15 +78,14 @@ def end_with_error(
 
     if error is run.signals.interruption:
         return
-    # First, because the handler of SIGCHLD could otherwise raise the same error again anywhere below.
-    dead = died(error)
     run.saves.end()
     if run.strategy.ranks.world_size == 1 and not isinstance(error, KeyboardInterrupt):
         # On several ranks a pending save may never finish, because the other ranks may be anywhere. A second Ctrl-C
         # means to end immediately.
         _warn_of(_errors_of(run.saves.wait))
     ranks, place = run.strategy.ranks, advice.where(run)
-    better = dead or advice.in_better_words(run, error, owners)
+    # Not None if SIGCHLD arrived before `dead_workers_named` could wait for it.
+    better = died(error) or advice.in_better_words(run, error, owners)
     is_first = run.strategy.report_failure(better, place)
     # On several ranks, the failure report already names the place.
     advice.annotate(run, better, place if ranks.world_size == 1 else "")

@@ -518,32 +518,33 @@ class Trainer:
             stack.enter_context(build.runtime_settings(self.arguments))
             result = None
             try:
-                restorer = self._setup(run, goal)
-                if stage == "fit":
-                    from leyden.trainer.loops.fit import FitLoop
-                    from leyden.trainer.saved.saving import rank_state
+                with ending.dead_workers_named():
+                    restorer = self._setup(run, goal)
+                    if stage == "fit":
+                        from leyden.trainer.loops.fit import FitLoop
+                        from leyden.trainer.saved.saving import rank_state
 
-                    self._fit = loop = FitLoop(run)
-                    restored, self._fit_end_state = run.prepare_fit(restorer, goal, self._fit_end_state), None
-                    loop.run(restored)
-                    # The state that ckpt_path="current" resumes from.
-                    self._fit_end_state = rank_state(run, loop)
-                    run.hooks.fire_all("on_fit_end")
-                elif stage == "predict":
-                    from leyden.trainer.loops.evaluate import PredictionLoop
+                        self._fit = loop = FitLoop(run)
+                        restored, self._fit_end_state = run.prepare_fit(restorer, goal, self._fit_end_state), None
+                        loop.run(restored)
+                        # The state that ckpt_path="current" resumes from.
+                        self._fit_end_state = rank_state(run, loop)
+                        run.hooks.fire_all("on_fit_end")
+                    elif stage == "predict":
+                        from leyden.trainer.loops.evaluate import PredictionLoop
 
-                    cursors = run.loaders.evaluation("predict")
-                    result = PredictionLoop(run, cursors, keeps).predict() if cursors else []
-                else:
-                    from leyden.trainer.loops.evaluate import EvaluationLoop
+                        cursors = run.loaders.evaluation("predict")
+                        result = PredictionLoop(run, cursors, keeps).predict() if cursors else []
+                    else:
+                        from leyden.trainer.loops.evaluate import EvaluationLoop
 
-                    kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
-                    cursors = run.loaders.evaluation(kind)
-                    result = EvaluationLoop(run, name, cursors).run() if cursors else []  # type: ignore[arg-type]
-                run.heartbeat.mark(Phase.ENDING)
-                ending.end_normally(run, partial(self._closing_lines, run), departure.leave)
-                if stage == "fit":
-                    run.warn_of_nan()
+                        kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
+                        cursors = run.loaders.evaluation(kind)
+                        result = EvaluationLoop(run, name, cursors).run() if cursors else []  # type: ignore[arg-type]
+                    run.heartbeat.mark(Phase.ENDING)
+                    ending.end_normally(run, partial(self._closing_lines, run), departure.leave)
+                    if stage == "fit":
+                        run.warn_of_nan()
             except BaseException as error:
                 run.heartbeat.mark(Phase.ENDING)
                 owners = run.module, self, *run.callbacks

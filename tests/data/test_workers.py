@@ -19,10 +19,13 @@ import torch.utils.data._utils as data_utils
 from models import Line
 from programs import run_program
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails  # type: ignore[attr-defined]
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from leyden import Trainer
 from leyden.data.combined import CombinedLoader
 from leyden.data.workers import WorkerDied, died
+from leyden.launch.heartbeat import Heartbeat, Phase
 
 
 class Module(Line):
@@ -141,6 +144,32 @@ def test_a_dead_worker_of_a_nested_loader_raises_too(combined: bool, tmp_path: P
     trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
     with pytest.raises(WorkerDied, match="worker 1 of 2 of a DataLoader .* was killed by SIGKILL"):
         trainer.fit(Line(), loader)
+
+
+def test_a_dead_worker_is_named_if_sigchld_arrives_after_its_first_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(iterator: Any) -> None:
+        replaced.append(signal.signal(signal.SIGCHLD, lambda *frame: None))
+        os.kill(iterator._workers[1].pid, signal.SIGKILL)
+        raise EOFError
+
+    def interrupted(heartbeat: Heartbeat, phase: Phase) -> None:
+        if phase is Phase.ENDING:
+            time.sleep(0.5)
+            _error_if_any_worker_fails()  # as torch's handler does
+        mark(heartbeat, phase)
+
+    mark = Heartbeat.mark
+    replaced: list[Any] = []
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_get_data", cut_off)
+    monkeypatch.setattr(Heartbeat, "mark", interrupted)
+    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
+    try:
+        with pytest.raises(WorkerDied, match="worker 1 of 2 of a DataLoader .* was killed by SIGKILL"):
+            trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(32, 2)), 4, num_workers=2))
+    finally:
+        signal.signal(signal.SIGCHLD, replaced[0])
 
 
 def test_other_errors_are_not_taken_for_dead_workers() -> None:
