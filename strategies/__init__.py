@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from leyden.strategies.ddp import DDPStrategy as DDPStrategy
     from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy as FSDPStrategy
+    from leyden.strategies.mesh.context.attention import sequence_positions as sequence_positions
     from leyden.strategies.mesh.mesh_strategy import MeshStrategy as MeshStrategy
     from leyden.strategies.mesh.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from leyden.strategies.precision.amp import MixedPrecision as MixedPrecision
@@ -60,6 +61,7 @@ _HOMES = {
     "DoublePrecision": "leyden.strategies.precision.true",
     "FSDPStrategy": "leyden.strategies.fsdp.fsdp_strategy",
     "Float8Precision": "leyden.strategies.precision.fp8",
+    "sequence_positions": "leyden.strategies.mesh.context.attention",
     "HalfPrecision": "leyden.strategies.precision.true",
     "MeshStrategy": "leyden.strategies.mesh.mesh_strategy",
     "MixedPrecision": "leyden.strategies.precision.amp",
@@ -96,6 +98,7 @@ SEVERAL |= {
     "mesh": (*MESH, {}),
     "tp": (*MESH, {"dp_shard": 1, "tp": -1}),
     "fsdp_tp": (*MESH, {"tp": "auto"}),
+    "cp": (*MESH, {"dp_shard": 1, "cp": -1}),
     "xla": ("leyden.strategies.xla.xla_strategy", "XLAStrategy", {}),
     "xla_fsdp": ("leyden.strategies.xla.xla_strategy", "XLAFSDPStrategy", {}),
     "xla_ddp": ("leyden.strategies.xla.ddp", "XLADDPStrategy", {}),

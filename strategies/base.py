@@ -223,6 +223,14 @@ class Strategy:
         return [rank * self.data_size // self.ranks.world_size for rank in range(self.ranks.world_size)]
 
     @property
+    def part_ranks(self) -> list[int]:
+        """A number for every rank that is equal on ranks which see the same part of the same samples.
+
+        The data ranks, except if ranks that share samples see different parts of their sequences.
+        """
+        return self.data_ranks
+
+    @property
     def pipeline_rank(self) -> int:
         """This rank's position in its pipeline; 0 without a pipeline."""
         return 0

@@ -28,6 +28,20 @@ class StepOutputs:
         return False
 
     @property
+    def are_split(self) -> bool:
+        """True if each rank of a group runs the step on a part of every sequence, so that the ranks' values differ."""
+        return False
+
+    @property
+    def weight(self) -> Tensor | float:
+        """The weight of this rank's values among those of the parts, in a mean."""
+        return 1.0
+
+    def of_all_parts(self, numbers: Tensor) -> Tensor:
+        """Stacks the numbers of the ranks that run parts of the same sequences: (parts, *numbers.shape)."""
+        return numbers[None]
+
+    @property
     def are_here(self) -> bool:
         """False while a step runs that this rank does not complete. Values logged by it are ignored."""
         return True

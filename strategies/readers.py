@@ -23,6 +23,7 @@ class Readers:
 
     Args:
         strategy: the strategy.
+        data_ranks: a number for every rank, equal on ranks of which one counts; the strategy's data ranks if omitted.
 
     Attributes:
         ranks: global rank of each reader, by data rank. Each rank picks the reader at its own position in the groups
@@ -30,9 +31,10 @@ class Readers:
         is_first: True on the first of the ranks that share this rank's batches.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, data_ranks: Sequence[int] | None = None) -> None:
         self._ranks = strategy.ranks
-        data_ranks, own_rank = strategy.data_ranks, strategy.ranks.global_rank
+        data_ranks = strategy.data_ranks if data_ranks is None else list(data_ranks)
+        own_rank = strategy.ranks.global_rank
         has_outputs = strategy.outputs.on_ranks(strategy.ranks)
         position = data_ranks[:own_rank].count(data_ranks[own_rank])
         members: dict[int, list[int]] = {}

@@ -34,7 +34,7 @@ def check_batch(ranks: GroupRanks, mesh: DeviceMesh, batch: Any) -> None:
 
     Args:
         ranks: the ranks of the run.
-        mesh: the dimension along which ranks share batches: `tp` or `pp`.
+        mesh: the dimension along which ranks share batches: `tp`, `cp` or `pp`.
         batch: this rank's batch.
 
     Raises:
@@ -43,7 +43,8 @@ def check_batch(ranks: GroupRanks, mesh: DeviceMesh, batch: Any) -> None:
     digests: list[str] = []
     map_tensors(batch, lambda tensor: digests.append(f"{tuple(tensor.shape)} {tensor.dtype} {digest_of([tensor])}"))
     if ranks.differing("; ".join(digests), mesh.get_group()):
-        group = "pipeline" if "pp" in (mesh.mesh_dim_names or ()) else "tp group"
+        name = "cp" if "cp" in (mesh.mesh_dim_names or ()) else "tp"
+        group = "pipeline" if "pp" in (mesh.mesh_dim_names or ()) else f"{name} group"
         raise ConfigurationError(
             f"the ranks of a {group} received different batches, and they share one model: let the Trainer shard the "
             "loader, or shard by strategy.data_rank and strategy.data_size. If samples are drawn at random, call "

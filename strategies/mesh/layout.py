@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 from leyden.core.errors import ConfigurationError
 
-NO_CP = "context parallelism is not part of this version. Leave it out."
-ORDER = ("pp", "dp_replicate", "dp_shard", "tp")
+ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost dimension, which spans machines, to the innermost, whose ranks are neighbors on one machine."""
 
 
@@ -25,6 +24,7 @@ class Layout:
         dp_shard: ranks over which each replica is sharded, as by FSDP. -1 fills the world.
         tp: ranks over which layers are split. They share their batches.
         pp: ranks over which the model's blocks are divided, as stages of a pipeline. They share their batches.
+        cp: ranks over which the sequences of a batch are divided. They share their batches, and shard the model too.
 
     Raises:
         ConfigurationError: for an invalid size; names the dimension.
@@ -39,6 +39,7 @@ class Layout:
     dp_shard: int = -1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
@@ -68,8 +69,12 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     def data_rank(self, rank: int) -> int:
-        """Returns a rank's number among those that read different samples. Ranks of a pp or tp group share it."""
-        return rank // self.tp % self.data_size
+        """Returns a rank's number among those that read different samples. Ranks of a pp, cp or tp group share it."""
+        return rank // (self.tp * self.cp) % self.data_size
+
+    def part_rank(self, rank: int) -> int:
+        """Returns a rank's number among those that see different samples, or different parts of their sequences."""
+        return rank // self.tp % (self.cp * self.data_size)
 
     def filled(self, world: int) -> Layout:
         """Returns this layout with -1 replaced by a size, for a world of that many ranks.
@@ -91,12 +96,19 @@ class Layout:
     def dimensions(self) -> dict[str, int]:
         """The sizes of the DeviceMesh, by name, from the outermost.
 
-        Dimensions of size 1 are omitted, except dp_shard next to dp_replicate: torch needs it.
+        Dimensions of size 1 are omitted, except dp_shard next to dp_replicate without cp: torch needs it.
         """
         return {name: self.sizes[name] for name in ORDER if self._is_in_mesh(name)}
 
+    @property
+    def with_shards_along_cp(self) -> dict[str, int]:
+        """Like `dimensions`, with `dp_shard_cp` in place of dp_shard and cp: the ranks that shard a replica."""
+        sizes = {**self.dimensions, "dp_shard_cp": self.dp_shard * self.cp}
+        return {name: sizes[name] for name in ("pp", "dp_replicate", "dp_shard_cp", "tp") if name in sizes}
+
     def _is_in_mesh(self, name: str) -> bool:
-        return self.sizes[name] > 1 or (name == "dp_shard" and (self.dp_replicate > 1 or self.size == 1))
+        needs_shards = (self.dp_replicate > 1 and self.cp == 1) or self.size == 1
+        return self.sizes[name] > 1 or (name == "dp_shard" and needs_shards)
 
     def __str__(self) -> str:
         return " × ".join(f"{name} {self.sizes[name]}" for name in ORDER if self.sizes[name] > 1) or "1 rank"
@@ -106,10 +118,10 @@ def _nearest(layout: Layout, world: int) -> str:
     """Returns the closest sizes whose product is the world size, written as arguments."""
 
     def distance(sizes: tuple[int, ...]) -> float:
-        pairs = zip(sizes, (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp), strict=False)
+        pairs = zip(sizes, (layout.sizes[name] for name in names), strict=True)
         return sum(abs(math.log(size / given)) for size, given in pairs if given != -1)
 
-    names = ("dp_replicate", "dp_shard", "tp", *(("pp",) if layout.pp > 1 else ()))
+    names = ("dp_replicate", "dp_shard", "tp", *(name for name in ("pp", "cp") if layout.sizes[name] > 1))
     sizes = min(_factors(world, len(names)), key=distance)
     return "use " + ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
 

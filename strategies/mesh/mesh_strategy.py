@@ -1,4 +1,4 @@
-"""MeshStrategy: tensor, sequence and pipeline parallelism for plain modules, alone or combined with FSDP and HSDP."""
+"""MeshStrategy: tensor, context and pipeline parallelism for plain modules, alone or combined with FSDP and HSDP."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
-from leyden.core.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.saved_state import SavedState
 from leyden.core.tree import map_tensors
-from leyden.strategies.base import ClipAlgorithm, Refused
+from leyden.strategies.base import ClipAlgorithm, Refused, RunSettings, Strategy
 from leyden.strategies.fsdp.fsdp_strategy import MIXED, FSDPStrategy
 from leyden.strategies.fsdp.options import offload_of
 from leyden.strategies.fsdp.policy import WrapPolicy, choose
@@ -27,10 +27,13 @@ from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.values import Slot
 from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.mesh.consistency import check_batch, check_replicated_gradients, is_sampled, sum_partial
-from leyden.strategies.mesh.layout import NO_CP, ORDER, Layout
+from leyden.strategies.mesh.context.attention import METHODS, Method
+from leyden.strategies.mesh.context.context_parallel import MANUAL, ContextParallel
+from leyden.strategies.mesh.context.sequence import Key
+from leyden.strategies.mesh.layout import ORDER, Layout
+from leyden.strategies.mesh.outputs import MeshOutputs
 from leyden.strategies.mesh.pipeline.absent import OVERLAPS, AbsentParameter, check_optimizers
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
-from leyden.strategies.mesh.pipeline.outputs import PipelineOutputs
 from leyden.strategies.mesh.pipeline.refusals import check_again, check_modules, check_stages, refuse_arguments
 from leyden.strategies.mesh.pipeline.schedule import ZERO_BUBBLE, Schedule
 from leyden.strategies.mesh.pipeline.stage_state import StageWeights, load_targets, state_to_save, whole_state
@@ -47,18 +50,24 @@ DATA = ("dp_replicate", "dp_shard")
 
 
 class MeshStrategy(FSDPStrategy):
-    """A mesh of ranks that combines data, tensor, sequence and pipeline parallelism.
+    """A mesh of ranks that combines data, tensor, context and pipeline parallelism.
 
     The model is replicated over `dp_replicate`, sharded as by FSDP over `dp_shard`, its layers are split over `tp`, and
-    its blocks are divided into pipeline stages over `pp`. The ranks of a tp group share their batches, and so do the
-    stages of a pipeline. Losses and weights are those of a single process.
+    its blocks are divided into pipeline stages over `pp`. The sequences of a batch are divided over `cp`, which also
+    shards the model. The ranks of a tp or cp group share their batches, and so do the stages of a pipeline. Losses and
+    weights are those of a single process.
 
     Args:
         dp_replicate: number of replicas of the model.
         dp_shard: ranks over which each replica is sharded; -1 fills the world.
         tp: ranks over which layers are split; "auto" for the ranks of one machine, or 2 if there is only one machine.
         pp: ranks over which the model's blocks are divided, as stages of a pipeline.
-        cp: ranks over which a sequence is split; must be 1 in this version.
+        cp: ranks over which the sequences of a batch are divided (context parallelism).
+        cp_method: how attention reaches the other parts of a sequence: "gather" collects their keys and values,
+            "ulysses" divides the heads.
+        sequence_dims: the dimension of the sequence in each tensor of a batch, by key or index; None for tensors that
+            every rank keeps whole. Names of `transformers` (`input_ids`, `labels`, …) are known.
+        sequence_padding: what fills up sequences that 2 · cp · tp does not divide, by the same keys.
         plan: the layers to split and how, as pattern → style (see `Plan`). If omitted, the module's `parallel_plan()`
             or the `tp_plan` of a `transformers` model in it.
         schedule: order in which a pipeline runs its micro-batches, by torch's name: "GPipe", "1F1B",
@@ -92,6 +101,9 @@ class MeshStrategy(FSDPStrategy):
         pp: int = 1,
         cp: int = 1,
         *,
+        cp_method: Method = "gather",
+        sequence_dims: Mapping[Key, int | None] | None = None,
+        sequence_padding: Mapping[Key, float] | None = None,
         plan: Plan | PlanLike | None = None,
         schedule: str = "1F1B",
         microbatches: int | None = None,
@@ -103,8 +115,20 @@ class MeshStrategy(FSDPStrategy):
         auto_wrap_policy: WrapPolicy = "auto",
         **kwargs: Any,
     ) -> None:
-        if cp != 1:
-            raise ConfigurationError(f"cp={cp!r}: {NO_CP}")
+        if cp_method not in METHODS:
+            raise ConfigurationError(f"cp_method={cp_method!r} is not known. {nearest(str(cp_method), METHODS)}")
+        if cp == 1:
+            refuse_arguments(
+                "cp",
+                cp_method=None if cp_method == "gather" else cp_method,
+                sequence_dims=sequence_dims,
+                sequence_padding=sequence_padding,
+            )
+        elif pp != 1:
+            raise ConfigurationError(
+                f"pp={pp} with cp={cp}: this version runs no pipeline on parts of sequences. Use cp with dp_shard and "
+                "tp, or pp without cp."
+            )
         if kwargs.get("device_mesh") is not None:
             raise ConfigurationError(
                 f"device_mesh={kwargs['device_mesh']!r}: MeshStrategy makes its own mesh. Pass dp_replicate, dp_shard "
@@ -112,6 +136,7 @@ class MeshStrategy(FSDPStrategy):
             )
         if pp == 1:
             refuse_arguments(
+                "pp",
                 schedule=None if schedule == "1F1B" else schedule,
                 microbatches=microbatches,
                 stages_per_rank=stages_per_rank,
@@ -126,9 +151,11 @@ class MeshStrategy(FSDPStrategy):
             self.settings["reshard_after_forward"] = False
         self.name = "mesh"
         self._splits_by_machine = tp == "auto"
-        self.layout = Layout(dp_replicate, dp_shard, 1 if tp == "auto" else tp, pp)
+        self.layout = Layout(dp_replicate, dp_shard, 1 if tp == "auto" else tp, pp, cp)
         self.mesh: DeviceMesh | None = None
         """The mesh of all ranks, with named dimensions; None until the process group exists."""
+        self.context_mesh: DeviceMesh | None = None
+        """The dimension over which sequences are divided; None without cp."""
         self._plan = plan if isinstance(plan, Plan) or plan is None else Plan(plan)
         self._tensor_parallel: list[TensorParallel] = []
         """The plan of each module with split layers; empty without tp."""
@@ -142,7 +169,9 @@ class MeshStrategy(FSDPStrategy):
             "last_stage": tuple(last_stage),
         }
         self._pipeline: PipelineSteps | None = None
-        self.outputs: PipelineOutputs = PipelineOutputs(self)
+        self.outputs: MeshOutputs = MeshOutputs(self)
+        self._sequences: tuple[Any, ...] = (cp_method, dict(sequence_dims or {}), dict(sequence_padding or {}))
+        self._context: ContextParallel | None = None
         self._steps: Counter[Optimizer] = Counter()
         """The steps of each optimizer in this run."""
         self._compared: Counter[Optimizer] = Counter()
@@ -180,6 +209,11 @@ class MeshStrategy(FSDPStrategy):
     def data_ranks(self) -> list[int]:
         layout = self.filled
         return [layout.data_rank(rank) for rank in range(layout.size)]
+
+    @property
+    def part_ranks(self) -> list[int]:
+        layout = self.filled
+        return [layout.part_rank(rank) for rank in range(layout.size)]
 
     @property
     def pipeline_rank(self) -> int:
@@ -222,7 +256,12 @@ class MeshStrategy(FSDPStrategy):
         self.layout, self._splits_by_machine = self.filled, False
         dimensions = self.layout.dimensions
         names = tuple(name for name in DATA if name in dimensions)
-        self.mesh = self.ranks.mesh(dimensions, joined=("dp_shard", "tp") if names and self.layout.tp > 1 else ())
+        if self.layout.cp > 1:
+            # Ranks with parts of the same sequences are shards too: their gradients are summed in the same exchange.
+            self.context_mesh = self.ranks.mesh(dimensions)["cp"]
+            dimensions = self.layout.with_shards_along_cp
+            names = tuple(name for name in (*DATA, "dp_shard_cp") if name in dimensions)
+        self.mesh = self.ranks.mesh(dimensions, joined=(names[-1], "tp") if names and self.layout.tp > 1 else ())
         return self.mesh[names] if names else None
 
     @property
@@ -240,6 +279,11 @@ class MeshStrategy(FSDPStrategy):
         assert self.mesh is not None
         return self.mesh["tp"]
 
+    def check_settings(self, settings: RunSettings) -> None:
+        super().check_settings(settings)
+        if self.layout.cp > 1 and settings.manual:
+            raise ConfigurationError(f"cp={self.layout.cp}: {MANUAL}")
+
     def release(self) -> None:
         self._leave_pipeline()
         self._tensor_parallel = []
@@ -253,8 +297,8 @@ class MeshStrategy(FSDPStrategy):
     def _leave_pipeline(self) -> None:
         if self._pipeline is not None:
             self._pipeline.remove()
-            self._pipeline = None
-            self.outputs.follow(None)
+        self._pipeline = self._context = None
+        self.outputs.follow(None)
 
     @property
     def details(self) -> str:
@@ -364,6 +408,17 @@ class MeshStrategy(FSDPStrategy):
         self._check_cut()
         if self.layout.pp > 1:
             self._make_pipeline()
+        if self.layout.cp > 1:
+            if len(self.modules) > 1:
+                raise ConfigurationError(
+                    f"cp={self.layout.cp} divides the sequences of one model, and there are {len(self.modules)}: put "
+                    "them into one module."
+                )
+            method, dimensions, padding = self._sequences
+            assert self.context_mesh is not None
+            group = self.context_mesh.get_group()
+            self._context = ContextParallel(self, self.modules[0], group, method, dimensions, padding)
+            self.outputs.follow(None, self._context)
         return self.modules
 
     def _check_cut(self) -> None:
@@ -442,9 +497,20 @@ class MeshStrategy(FSDPStrategy):
         if self._pipeline is not None:
             return self._run_pipeline(step_fn, batch, extra, window, hooks)
         self._begin_batch(batch)
+        if self._context is not None:
+            self._context.rehearse(step_fn, batch, extra)
+            part = self._context.cut(batch)
+            with self.step_context(), self._context.running(part):
+                outputs = super().forward_backward(step_fn, part.batch, extra, window, hooks)
+            return self._context.trained(self._whole(outputs))
         with self.step_context():
             outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
         return self._whole(outputs)
+
+    def loss_to_backward(self, loss: Tensor, num_items: Tensor | float | None, window: Window) -> Tensor:
+        if self._context is not None:
+            loss, num_items = self._context.of_all_parts(loss, num_items)
+        return super().loss_to_backward(loss, num_items, window)
 
     def _run_pipeline(
         self,
@@ -481,6 +547,12 @@ class MeshStrategy(FSDPStrategy):
         if self._pipeline is not None:
             with self.step_context(trains=False):
                 return self._whole(self._pipeline.evaluate(step_fn, batch, extra))  # type: ignore[return-value]
+        if self._context is not None:
+            self._begin_batch(batch)
+            part = self._context.cut(batch)
+            with self.step_context(trains=False), self._context.running(part):
+                outputs = Strategy.forward(self, step_fn, part.batch, extra)
+                return self._context.evaluated(self._whole(outputs), part)  # type: ignore[no-any-return]
         return self._whole(super().evaluate(step_fn, batch, extra))
 
     def _whole(self, outputs: T) -> T:
@@ -505,7 +577,13 @@ class MeshStrategy(FSDPStrategy):
                 )
             self._run_pipeline(step_fn, filler, extra, window, None, counts=False)
             return
-        with self.step_context():
+        with ExitStack() as stack:
+            stack.enter_context(self.step_context())
+            if self._context is not None and filler is not None:
+                self._context.rehearse(step_fn, filler, extra)
+                part = self._context.cut(filler)
+                stack.enter_context(self._context.running(part))
+                filler = part.batch
             super().shadow_batch(step_fn, filler, extra, window)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -531,6 +609,8 @@ class MeshStrategy(FSDPStrategy):
                 check_batch(self.ranks, self.pipeline_mesh, batch)
             if self._tensor_parallel:
                 check_batch(self.ranks, self.tensor_mesh, batch)
+            if self.context_mesh is not None:
+                check_batch(self.ranks, self.context_mesh, batch)
         if self._batches > 1:
             return False
         if self._pipeline is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from leyden.core.errors import ConfigurationError
 from leyden.core.rank_zero import warn
+from leyden.core.tree import widest_float
 from leyden.strategies.base import Strategy
 from leyden.strategies.outputs import SharedNumbers
 from leyden.trainer.logging import metrics
@@ -115,6 +116,31 @@ class EpochValues:
         """Starts to share a step's numbers; see `StepOutputs.begin_numbers`."""
         return self._strategy.outputs.begin_numbers(described, numbers)
 
+    def of_all_parts(self, logged: Sequence[tuple[Entry, Value, float, bool]]) -> list[tuple[Value, Value]]:
+        """Returns the values of a batch whose sequences are divided over ranks, and their weights.
+
+        Args:
+            logged: for each entry the value and the weight of this rank's part, and whether the user gave the weight.
+        """
+        outputs, device = self._strategy.outputs, self._strategy.root_device
+        if not outputs.are_split:
+            return [(value, size) for _, value, size, _ in logged]
+        numbers = torch.zeros(2, len(logged), dtype=widest_float(device), device=device)
+        for i, (_, value, size, is_given) in enumerate(logged):
+            numbers[0, i].add_(value)
+            numbers[1, i].add_(size if is_given else outputs.weight)
+        values, weights = outputs.of_all_parts(numbers).unbind(1)
+        totals = weights.sum(0)
+        # A part without a label has a mean of nan and a weight of 0.
+        means = torch.where(weights > 0, values * weights, 0.0).sum(0) / totals
+        reduced = {"sum": values.sum(0), "max": values.amax(0), "min": values.amin(0)}
+        found: list[tuple[Value, Value]] = []
+        for i, (entry, value, size, is_given) in enumerate(logged):
+            total = reduced[entry.reduce_fx][i] if entry.reduce_fx in reduced else means[i]
+            own = total.to(value.dtype) if isinstance(value, Tensor) else total
+            found.append((own, totals[i] if is_given else size))
+        return found
+
     def reduce(
         self, entries: Sequence[Entry], idle: frozenset[int]
     ) -> tuple[dict[int, Value | None], list[tuple[Key, Value]]]:
@@ -184,7 +210,9 @@ class EpochValues:
         data_ranks = {rank.index: rank.data_rank for rank in ranks}
         if entry.metric is not None:
             states = {rank.index: rank.states[key] for rank in ranks if key in rank.states}
-            return as_number(entry.name, metrics.compute(entry.metric, states, data_ranks))
+            # Ranks with parts of the same sequences have counted different tokens.
+            parts = self._strategy.part_ranks
+            return as_number(entry.name, metrics.compute(entry.metric, states, {rank: parts[rank] for rank in states}))
         counted = metrics.once(data_ranks)
         numbers = [rank.numbers[key] for rank in ranks if rank.index in counted and key in rank.numbers]
         return entry.as_logged(combined(entry, numbers))
@@ -209,7 +237,8 @@ class EpochValues:
 
 def over_ranks(strategy: Strategy) -> EpochValues | None:
     """Returns the reducer of epoch values under a strategy; None if one rank has all data and all outputs."""
-    return EpochValues(strategy) if strategy.data_size > 1 or strategy.outputs.are_in_parts else None
+    outputs = strategy.outputs
+    return EpochValues(strategy) if strategy.data_size > 1 or outputs.are_in_parts or outputs.are_split else None
 
 
 def combined(entry: Entry, logged: Sequence[list[float]]) -> Value | None:

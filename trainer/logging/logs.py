@@ -55,8 +55,9 @@ class Logs:
         self._idle: set[tuple[str, int]] = set()
         """Stage and loader index (-1 for an only loader) of loaders without a batch for this rank in this pass."""
         self._discards = False
-        self._micro_values: list[tuple[Entry, Value, float]] | None = None
-        """Values and weights that a batch's micro-batches have logged; None if steps run on whole batches."""
+        self._micro_values: list[tuple[Entry, Value, float, bool]] | None = None
+        """Values that a batch's parts have logged, their weights, and whether the user gave these; None if steps run on
+        whole batches."""
         self._ranks = ranks
         self._apart_tick = -1
         """The `_tick` of the last `begin_apart`; negative, so that it never equals a batch number."""
@@ -119,14 +120,17 @@ class Logs:
 
     @contextmanager
     def by_micro_batch(self) -> Iterator[None]:
-        """Combines the values that the steps of a batch's micro-batches log within the block into one per name."""
+        """Combines the values that the steps of a batch's parts log within the block into one per name."""
         whole, self._micro_values = self.batch, []
         try:
             yield
             logged, self._micro_values = self._micro_values, None
-            for entry in dict.fromkeys(entry for entry, _, _ in logged):
-                own = [(value, size) for other, value, size in logged if other is entry]
-                value, size = entry.combine(own)
+            combined = []
+            for entry, given in {entry: given for entry, _, _, given in logged}.items():
+                own = [(value, size) for other, value, size, _ in logged if other is entry]
+                combined.append((entry, *(own[0] if len(own) == 1 else entry.combine(own)), given))
+            whole_values = [own[1:3] for own in combined] if self._ranks is None else self._ranks.of_all_parts(combined)
+            for (entry, *_), (value, size) in zip(combined, whole_values, strict=True):
                 entry.record(value, self._tick)
                 if entry.on_epoch and entry.metric is None:
                     entry.add(value, size)
@@ -208,7 +212,7 @@ class Logs:
         if self._micro_values is not None:
             # A metric's step value is averaged over the micro-batches too, weighted by their samples.
             size = self._batch_size(entry) if batch_size is None else batch_size
-            self._micro_values.append((entry, value, size))
+            self._micro_values.append((entry, value, size, batch_size is not None))
             return
         entry.record(value, self._tick)
         if entry.on_epoch and entry.metric is None:

@@ -180,7 +180,7 @@ def gather_readers(module: nn.Module, strategy: Strategy) -> None:
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return
-    ranks = tuple(Readers(strategy).ranks)
+    ranks = tuple(Readers(strategy, strategy.part_ranks).ranks)
     gather = GatherReaders(ranks) if len(ranks) < strategy.ranks.world_size else None
     for part in module.modules():
         if isinstance(part, torchmetrics.Metric) and isinstance(part.dist_sync_fn, (GatherReaders, type(None))):

@@ -22,7 +22,7 @@ from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.logging.values import Value, in_turns, read_back
 from leyden.trainer.loops.agreement import InterruptiblePass
 from leyden.trainer.loops.batches import takes_iterator
-from leyden.trainer.loops.user_step import MicroBatches, step_arguments, without_side_effects
+from leyden.trainer.loops.user_step import BatchParts, step_arguments, without_side_effects
 from leyden.trainer.module import TrainModule
 from leyden.trainer.reporting.rows import StepRows
 
@@ -49,8 +49,12 @@ class EvaluationLoop:
         self.logs = run.logs
         self.step_name = f"{stage}_step"
         self.step = run.step_function(self.step_name)
-        if run.strategy.outputs.are_in_parts:
-            self.step = MicroBatches(run).step(self.step)
+        self._evaluate = run.strategy.evaluate
+        if run.strategy.outputs.are_in_parts or run.strategy.outputs.are_split:
+            parts = BatchParts(run)
+            self.step = parts.step(self.step)
+            if run.strategy.outputs.are_split:
+                self._evaluate = parts.evaluate
         user_step = getattr(run.module, self.step_name)
         self._batches_done = 0
         """Batches done, in fit including earlier passes; loggers receive a batch's values under this step."""
@@ -132,7 +136,7 @@ class EvaluationLoop:
             if listens_start:
                 self.hooks.fire_all(f"on_{self.stage}_batch_start", batch, batch_idx, *loader_idx)
             with inside_step:
-                outputs = run.strategy.evaluate(self.step, batch, self._step_indices(batch_idx, index))
+                outputs = self._evaluate(self.step, batch, self._step_indices(batch_idx, index))
             if listens_end:
                 self.hooks.fire_all(f"on_{self.stage}_batch_end", outputs, batch, batch_idx, *loader_idx)
             self._keep_outputs(index, outputs)

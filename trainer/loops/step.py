@@ -17,7 +17,7 @@ from leyden.strategies.window import read_loss
 from leyden.trainer.engine.engine import needs_closure
 from leyden.trainer.engine.prepared import PreparedOptimizer, clear_gradients, has_plain_zero_grad
 from leyden.trainer.events.hooks import overrides
-from leyden.trainer.loops.user_step import MicroBatches, step_arguments, without_side_effects
+from leyden.trainer.loops.user_step import BatchParts, step_arguments, without_side_effects
 from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:
@@ -128,10 +128,10 @@ class AutomaticStep(Step):
         self.has_step_hook = self.hooks.listens("on_before_optimizer_step")
         self.engine.begin_automatic()
         self.forward_backward = self.strategy.forward_backward
-        if self.strategy.outputs.are_in_parts:
-            micro_batches = MicroBatches(run)
-            self.forward_backward = micro_batches.forward_backward
-            self.training_step = micro_batches.step(training_step)
+        if self.strategy.outputs.are_in_parts or self.strategy.outputs.are_split:
+            parts = BatchParts(run)
+            self.forward_backward = parts.forward_backward
+            self.training_step = parts.step(training_step)
         self.prepared = self.engine.prepared_optimizers
         self.optimizers = self.engine.optimizers
         self.closure_optimizer = next((o for o in self.optimizers if needs_closure(o)), None)

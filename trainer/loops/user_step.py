@@ -96,11 +96,11 @@ def take_snapshot(module: nn.Module, copies: Callable[[str, Tensor], bool] | Non
     return restore
 
 
-class MicroBatches:
-    """Calls `forward_backward` of a strategy that splits a batch into micro-batches.
+class BatchParts:
+    """Runs the steps of a strategy that splits a batch into micro-batches, or its sequences over ranks.
 
-    Logged values count only on the rank where a step reaches its end. The values of all micro-batches are combined into
-    one value for the batch, which every rank of the pipeline receives after the batch.
+    Logged values count only on the rank where a step reaches its end. The values of all parts are combined into one
+    value for the batch, which every rank that shares it receives after the batch.
 
     Args:
         run: the run of the fit.
@@ -117,6 +117,11 @@ class MicroBatches:
             outputs = self._strategy.forward_backward(step_fn, batch, extra, window, hooks)
         self._logs.share_step()
         return outputs
+
+    def evaluate(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> Any:
+        """Runs `Strategy.evaluate` with a step function that `step` returned."""
+        with self._logs.by_micro_batch():
+            return self._strategy.evaluate(step_fn, batch, extra)
 
     def step(self, step_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a step function that logs only where the step reaches its end; a rehearsal has no side effects."""

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from leyden.accelerator.ranks import joined_strategy
 from leyden.accelerator.settings.plugins import FullyShardedDataParallelPlugin
 from leyden.core.errors import ConfigurationError
-from leyden.strategies.mesh.layout import NO_CP, ORDER, Layout
+from leyden.strategies.mesh.layout import ORDER, Layout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from leyden.strategies.base import Strategy
 
+NO_CP = "context parallelism is not part of this version. Leave it out."
 SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
 NOT_YET = {
     "cp_size": NO_CP,

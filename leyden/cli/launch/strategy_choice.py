@@ -7,10 +7,11 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from leyden.accelerator.settings.parallel import NO_CP
 from leyden.cli.settings.settings import Settings
 from leyden.core.errors import ConfigurationError
 from leyden.strategies.deepspeed.config import ZeroConfig
-from leyden.strategies.mesh.layout import NO_CP, Layout
+from leyden.strategies.mesh.layout import Layout
 
 MESH = ("dp_replicate", "dp_shard", "tp", "pp")
 """The dimensions of a mesh that a launch supports."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -16,8 +16,11 @@ PER_LAYER_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_att
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
-def refuse_arguments(**arguments: Any) -> None:
-    """Refuses arguments of pipelines on a mesh without one; None for those that were not given.
+USES = {"pp": "a pipeline", "cp": "context parallelism"}
+
+
+def refuse_arguments(dimension: Literal["pp", "cp"], **arguments: Any) -> None:
+    """Refuses arguments of a dimension that a mesh does not have; None for those that were not given.
 
     Raises:
         ConfigurationError: names the argument.
@@ -25,7 +28,8 @@ def refuse_arguments(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ConfigurationError(
-                f"{name}={value!r} without pp: only a pipeline uses it. Set pp to 2 or more, or leave out {name}."
+                f"{name}={value!r} without {dimension}: only {USES[dimension]} uses it. Set {dimension} to 2 or more, "
+                f"or leave out {name}."
             )
 
 

@@ -1,4 +1,4 @@
-"""PipelineOutputs: outputs and logs of a mesh's steps, which in a pipeline only the last stage has."""
+"""MeshOutputs: outputs and logs of a mesh's steps. They are on a pipeline's last stage, or in parts on ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from leyden.strategies.outputs import SharedNumbers, StepOutputs
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from leyden.strategies.mesh.context.context_parallel import ContextParallel
     from leyden.strategies.mesh.mesh_strategy import MeshStrategy
     from leyden.strategies.mesh.pipeline.steps import PipelineSteps
     from leyden.strategies.ranks import Ranks
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class PipelineOutputs(StepOutputs):
-    """The outputs and logs of a mesh's steps. Without a pipeline, every rank has all of them.
+class MeshOutputs(StepOutputs):
+    """The outputs and logs of a mesh's steps. Without pp and cp, every rank has all of them.
 
     Args:
         strategy: the strategy that runs the steps.
@@ -27,10 +28,22 @@ class PipelineOutputs(StepOutputs):
     def __init__(self, strategy: MeshStrategy) -> None:
         self._strategy = strategy
         self._steps: PipelineSteps | None = None
+        self._context: ContextParallel | None = None
 
-    def follow(self, steps: PipelineSteps | None) -> None:
-        """Attaches the steps of a pipeline; None detaches them."""
-        self._steps = steps
+    def follow(self, steps: PipelineSteps | None, context: ContextParallel | None = None) -> None:
+        """Attaches what runs the steps of a pipeline, or on parts of sequences; None detaches it."""
+        self._steps, self._context = steps, context
+
+    @property
+    def are_split(self) -> bool:
+        return self._strategy.filled.cp > 1
+
+    @property
+    def weight(self) -> Tensor | float:
+        return 1.0 if self._context is None else self._context.weight
+
+    def of_all_parts(self, numbers: Tensor) -> Tensor:
+        return numbers[None] if self._context is None else self._context.gathered(numbers)
 
     @property
     def are_in_parts(self) -> bool:
@@ -43,7 +56,7 @@ class PipelineOutputs(StepOutputs):
     @property
     def are_rehearsed(self) -> bool:
         if self._steps is None:
-            return False
+            return self._context is not None and self._context.is_rehearsing
         return self._steps.pipeline.is_rehearsing or self._steps.pipeline.is_filling
 
     def on_ranks(self, ranks: Ranks) -> list[bool]:

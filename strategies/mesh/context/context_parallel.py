@@ -1,0 +1,258 @@
+"""ContextParallel: runs steps on parts of their sequences, and makes one loss of the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from leyden.core.errors import ConfigurationError
+from leyden.core.tree import map_tensors, widest_float
+from leyden.strategies.mesh.context.attention import Method, SequenceAttention, gather
+from leyden.strategies.mesh.context.sequence import Key, SequenceCut, SequencePart, find_transformer
+from leyden.strategies.window import read_loss
+
+if TYPE_CHECKING:
+    from leyden.strategies.mesh.mesh_strategy import MeshStrategy
+
+MANUAL = (
+    "context parallelism makes one loss of the parts of a sequence, and in manual optimization the step does that "
+    "itself: use automatic optimization, or a mesh without cp."
+)
+
+
+class ContextParallel:
+    """Runs the steps of one module on parts of their sequences, for a MeshStrategy.
+
+    Args:
+        strategy: the strategy, which provides precision, ranks and device.
+        module: the whole module.
+        group: the ranks that share the sequences of a batch.
+        method: how attention reaches the keys of other ranks.
+        dimensions: the sequence dimension of each tensor of a batch (see `SequenceCut`).
+        padding: what fills sequences up (see `SequenceCut`).
+    """
+
+    def __init__(
+        self,
+        strategy: MeshStrategy,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        method: Method,
+        dimensions: Mapping[Key, int | None],
+        padding: Mapping[Key, float],
+    ) -> None:
+        self._strategy, self._module, self._group, self._method = strategy, module, group, method
+        self._size = dist.get_world_size(group)
+        self._transformer = find_transformer(module)
+        if self._transformer is not None:
+            _check(self._transformer)
+        shifts = self._transformer is not None and _shifts(self._transformer)
+        is_transformer = self._transformer is not None
+        self._cut = SequenceCut(group, dimensions, padding, strategy.layout.tp, is_transformer, shifts)
+        self._is_rehearsed = False
+        self.is_rehearsing = False
+        """True during the rehearsal, which leaves no trace."""
+        self._total: tuple[Tensor, Tensor] | None = None
+        """Loss and number of items of the latest batch, over the whole sequence."""
+        self.weight: Tensor | float = 1.0
+        """The number of items in this rank's part of the latest batch, or of its tokens if the step counts none."""
+
+    def cut(self, batch: Any) -> SequencePart:
+        """Returns this rank's part of a batch."""
+        part = self._cut.cut(batch)
+        self.weight = float(part.share.count())
+        return part
+
+    @contextmanager
+    def running(self, part: SequencePart) -> Iterator[None]:
+        """The context of a step on a part of a batch, forward and backward."""
+        with ExitStack() as stack:
+            stack.enter_context(SequenceAttention(part, self._method, self._group).running())
+            if self._transformer is not None:
+                stack.enter_context(_without_masks(part))
+            yield
+
+    # the loss ---------------------------------------------------------------------------------------------------------
+    def of_all_parts(self, loss: Tensor, num_items: Tensor | float | None) -> tuple[Tensor, Tensor]:
+        """Returns the loss that backward starts from, and the number of items of the whole sequence.
+
+        The loss is this rank's part, times the number of parts: gradients are averaged over these ranks, and so become
+        the sum over the parts.
+        """
+        self._total = self._summed(loss, num_items)
+        return loss * self._size, self._total[1]
+
+    def _summed(self, loss: Tensor, num_items: Tensor | float | None) -> tuple[Tensor, Tensor]:
+        if num_items is None:
+            raise ConfigurationError(
+                f"context parallelism needs losses by items: each of its {self._size} ranks has other tokens, and the "
+                "mean over its own is no part of the mean over all of them. Return {'loss': the sum over the tokens, "
+                "'num_items': their number} from training_step."
+            )
+        device = self._strategy.root_device
+        numbers = torch.zeros(2, dtype=widest_float(device), device=device)
+        numbers[0] += loss.detach().reshape(())
+        numbers[1] += num_items.detach().reshape(()) if isinstance(num_items, Tensor) else num_items
+        self.weight = numbers[1].clone()
+        dist.all_reduce(numbers, group=self._group)
+        return numbers[0].to(loss.dtype), numbers[1]
+
+    def trained(self, outputs: Any) -> Any:
+        """Returns the outputs of a training step with the loss and the items of the whole sequence."""
+        if self._total is None:
+            return outputs
+        (loss, items), self._total = self._total, None
+        return {**outputs, "loss": loss, "num_items": items}
+
+    def evaluated(self, outputs: Any, part: SequencePart) -> Any:
+        """Returns the outputs of an evaluation step with whole sequences. Every rank of the group calls it.
+
+        Tensors are joined if they have as many rows as the batch's part, and as many positions as its sequences.
+        """
+        if isinstance(outputs, Mapping) and outputs.get("num_items") is not None:
+            loss = outputs.get("loss")
+            loss, items = self._summed(loss if isinstance(loss, Tensor) else torch.zeros(()), outputs["num_items"])
+            outputs = {**outputs, "num_items": items} | ({"loss": loss} if "loss" in outputs else {})
+        share, rows = part.share, {tensor.shape[0] for tensor in _tensors(part.batch) if tensor.ndim > 1}
+
+        def join(tensor: Tensor) -> Tensor:
+            if tensor.ndim < 2 or tensor.shape[1] != share.own_length or tensor.shape[0] not in rows:
+                return tensor
+            return gather(share, self._group, tensor, 1)[:, : share.length - share.filled]
+
+        return map_tensors(outputs, join)
+
+    def gathered(self, numbers: Tensor) -> Tensor:
+        """Stacks the numbers of all ranks of the group: (size, *numbers.shape)."""
+        parts = [torch.empty_like(numbers) for _ in range(self._size)]
+        dist.all_gather(parts, numbers, group=self._group)
+        return torch.stack(parts)
+
+    # the rehearsal ----------------------------------------------------------------------------------------------------
+    def rehearse(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> None:
+        """Compares a step on the parts of the first positions with the same step on these positions as a whole.
+
+        Every rank of the run must call it at the same batch, with its own. Only the first call does anything.
+
+        Raises:
+            ConfigurationError: if their losses differ: something besides attention depends on the whole sequence.
+        """
+        if self._is_rehearsed:
+            return
+        self._is_rehearsed = True
+        part = self._cut.cut(batch)
+        limit = min(4 * self._size * self._strategy.layout.tp, part.share.length - part.share.filled)
+        part = self._cut.cut(batch, limit)
+        self.is_rehearsing = True
+        try:
+            with _evaluating(self._module), torch.no_grad(), self._strategy.step_context():
+                with self.running(part):
+                    loss, items = self._summed(*self._loss_of(step_fn, part.batch, extra))
+                whole, whole_items = self._loss_of(step_fn, self._cut.narrowed(batch, limit), extra)
+        finally:
+            self.is_rehearsing = False
+        self._compare(float(loss), float(items), float(whole), float(whole_items), limit)
+
+    def _loss_of(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> tuple[Tensor, Any]:
+        context = self._strategy.precision.forward_context
+        with ExitStack() as stack:
+            if context is not None:
+                stack.enter_context(context())
+            outputs = step_fn(batch, *extra)
+        if isinstance(outputs, Tensor):
+            outputs = {"loss": outputs}
+        if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
+            # There is no graph here, whose absence `read_loss` refuses.
+            outputs = {**outputs, "loss": outputs["loss"].detach().clone().requires_grad_()}
+        loss, num_items = read_loss(outputs)
+        return loss.detach(), num_items
+
+    def _compare(self, loss: float, items: float, whole: float, whole_items: float, length: int) -> None:
+        if items != whole_items:
+            raise ConfigurationError(
+                f"num_items of the parts of a sequence add up to {items:g}, and the whole has {whole_items:g} (of its "
+                f"first {length} positions). A step that shifts labels loses one at the end of each part: shift them "
+                "before the batch is cut, in the data set or the collate function, and return the labels unshifted."
+            )
+        is_short = any(p.dtype.itemsize == 2 for p in self._module.parameters()) or (
+            self._strategy.precision.forward_context is not None
+        )
+        if abs(loss - whole) > (3e-2 if is_short else 1e-4) * max(abs(whole), 1e-3 * max(items, 1.0)):
+            raise ConfigurationError(
+                f"the loss of a sequence's parts is {loss:.6g}, and that of the whole {whole:.6g} (the sum over its "
+                f"first {length} positions): something besides attention depends on the position or on other "
+                "positions. Make positions by leyden.strategies.sequence_positions(length) in place of torch.arange, "
+                "call attention as torch.nn.functional.scaled_dot_product_attention, and shift labels before the batch "
+                "is cut. A convolution or a sum over the sequence cannot be cut."
+            )
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(batch, found.append)
+    return found
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Turns dropout off, whose random numbers differ between a part and the whole."""
+    trained = [part for part in module.modules() if part.training]
+    try:
+        for part in trained:
+            part.training = False
+        yield
+    finally:
+        for part in trained:
+            part.training = True
+
+
+# models of transformers ----------------------------------------------------------------------------------------------
+def _shifts(model: Any) -> bool:
+    """Returns True if a model predicts each label from the position before it."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    return LOSS_MAPPING.get(getattr(model, "loss_type", "")) is ForCausalLMLoss
+
+
+def _check(model: Any) -> None:
+    """Refuses a model of `transformers` whose attention cannot be divided."""
+    config = model.config
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigurationError(
+            f"{name} has an encoder and a decoder, whose sequences differ, and context parallelism divides one: use a "
+            "mesh without cp."
+        )
+    chosen = getattr(config, "_attn_implementation", None)
+    if chosen != "sdpa":
+        raise ConfigurationError(
+            f"{name} computes attention by {chosen!r}, and context parallelism divides that of torch: load the model "
+            "with attn_implementation='sdpa'."
+        )
+
+
+@contextmanager
+def _without_masks(part: SequencePart) -> Iterator[None]:
+    """Models of `transformers` make no masks in the block: attention knows which keys each query sees."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
+
+    def no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
+        if local_size is not None and local_size < part.share.length:
+            raise ConfigurationError(
+                f"the model's attention sees {local_size} positions (a sliding window or chunks), and context "
+                f"parallelism divides full attention over {part.share.length}: use a mesh without cp."
+            )
+        part.uses_masks = True
+
+    masks["sdpa"] = no_mask
+    try:
+        yield
+    finally:
+        del masks["sdpa"]
