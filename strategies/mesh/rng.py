@@ -39,6 +39,8 @@ class TensorParallelRNG:
         """The shared states, suspended while this rank draws from its own sequence; None while it draws from them."""
         self._own_start: list[torch.Tensor] = []
         """The states at the start of this rank's own sequence."""
+        self._rerun: object = None
+        """The rerun of a block in which this rank began its own sequence; None in forward."""
         self._before_seed = torch.default_generator.get_state()
         """The CPU's shared state before the latest seed was drawn from it."""
         self._last_shared = self._before_seed
@@ -80,11 +82,16 @@ class TensorParallelRNG:
                 "other elements than in forward. Set its dropout to 0, or leave out activation checkpointing or "
                 "'sequence'."
             )
+        rerun = _current_rerun()
+        if self._rerun is not None and rerun is not self._rerun:
+            # torch ends a rerun as soon as backward has what it needs, perhaps while this rank draws from its own
+            # sequence, and restores the generators itself.
+            self._suspended = self._rerun = None
         is_apart = self._suspended is not None
         if not self._active or differ is is_apart:
             return
         if differ:
-            self._before_seed = torch.default_generator.get_state()
+            self._before_seed, self._rerun = torch.default_generator.get_state(), rerun
             self._has_drawn |= not torch.equal(self._before_seed, self._last_shared)
             seed = int(torch.randint(2**62, ()))
             self._suspended = self._states()
@@ -101,7 +108,7 @@ class TensorParallelRNG:
             self._last_shared = self._suspended[0]
             for generator, state in zip(self._generators, self._suspended, strict=True):
                 generator.set_state(state)
-            self._suspended = None
+            self._suspended = self._rerun = None
 
     def _states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]
@@ -110,6 +117,12 @@ class TensorParallelRNG:
 def _in_backward() -> bool:
     """Returns True within a backward pass, in which activation checkpointing reruns forwards."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _current_rerun() -> object:
+    """Returns an object that identifies the block which activation checkpointing reruns; None outside of backward."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) if _in_backward() else None
+    return None if hooks is None else hooks[0]
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:

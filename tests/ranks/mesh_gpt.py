@@ -22,13 +22,14 @@ class Attention(nn.Module):
         self.key = nn.Linear(width, n_kv_heads * self.head_width, bias=False)
         self.value = nn.Linear(width, n_kv_heads * self.head_width, bias=False)
         self.out = nn.Linear(width, width)
+        self.attend: Any = F.scaled_dot_product_attention
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
         query = self.query(x).view(batch, tokens, self.n_heads, self.head_width).transpose(1, 2)
         key = self.key(x).view(batch, tokens, self.n_kv_heads, self.head_width).transpose(1, 2)
         value = self.value(x).view(batch, tokens, self.n_kv_heads, self.head_width).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        mixed = self.attend(query, key, value, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
