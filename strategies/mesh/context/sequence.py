@@ -167,7 +167,7 @@ class SequenceCut:
     def narrowed(self, batch: Any, limit: int) -> Any:
         """Returns the whole batch with the first positions only, as one process would train on it."""
         entries = self._completed(dict(_entries(batch)))
-        return _rebuilt(batch, self._map(entries, lambda key, whole, dim: whole.narrow(dim, 0, limit)))
+        return _rebuilt(batch, self._map(entries, lambda key, whole, dim: whole.narrow(dim, 0, limit).contiguous()))
 
     def _completed(self, entries: dict[Key, Any]) -> dict[Key, Any]:
         """Adds the positions and the shifted labels that a model could not make from a part of the sequence."""
