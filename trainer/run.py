@@ -320,8 +320,8 @@ class Run:
         searched, folder = find_folder(self, goal)
         if self.state.stage == "fit":
             self.folder = folder
-        if goal.path == "auto":
-            self._hold(alone=True)
+        if goal.path in ("auto", "last"):
+            self._hold(alone=goal.path == "auto")
         return open_reader(self, goal, searched)
 
     def _enter(self, reader: Reader | None, goal: Goal) -> None:

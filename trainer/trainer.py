@@ -226,7 +226,7 @@ class Trainer:
             limits=FitLimits(arguments),
             signals=Signals() if notices is None else Signals(notices.numbers, notices.exit_code),
             profiler=profiler,
-            callback_list=CallbackList(build.build_callbacks(arguments), arguments.bucket),
+            callback_list=CallbackList(build.build_callbacks(arguments), arguments.bucket, arguments.local_root),
             hooks=hooks,
             module=module,
             loaders=RunLoaders(module, None, self.strategy, arguments, False, {}),

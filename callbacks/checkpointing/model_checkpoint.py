@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 
+COPIES = "local_copies"
+"""The folder of local copies in `default_root_dir`, or in the current folder if that is in a bucket."""
 RANKING = (
     *("best_model_path", "best_model_score", "last_model_path", "current_score", "best_k_models"),
     *("_recent", "_to_delete", "_saved_step", "_saved_batch", "_saved_at"),
@@ -94,7 +96,10 @@ class ModelCheckpoint(Callback):
         save_on_each_node: keep a complete set of checkpoints on each machine. fit requires this if the machines do not
             share the folder; if they do, it has no effect.
         asynchronous: write checkpoints in a background thread; see docs/checkpoints.md. The paths below are set when
-            the save starts; old checkpoints are deleted once it is committed. None: decided by the Trainer's plugins.
+            the save starts; old checkpoints are deleted once it is committed. None: True with `local_copy`, else
+            decided by the Trainer's plugins.
+        local_copy: complete each checkpoint of a bucket below the Trainer's local folder first, then upload it. A
+            resume takes the newer of both; see docs/checkpoints.md.
 
     Raises:
         ConfigurationError: for an invalid argument or combination; at a save, if `monitor` was never logged.
@@ -140,6 +145,7 @@ class ModelCheckpoint(Callback):
         save_on_each_node: bool = False,
         asynchronous: bool | None = None,
         trainable_only: bool = False,
+        local_copy: bool = False,
     ) -> None:
         check_arguments(monitor, mode, save_top_k, save_last)
         self._given_dirpath = None if dirpath is None else absolute(dirpath, "dirpath")
@@ -154,13 +160,18 @@ class ModelCheckpoint(Callback):
         self.auto_insert_metric_name = auto_insert_metric_name
         self._style.check(self.filename)
         self.enable_version_counter, self.save_on_each_node = enable_version_counter, save_on_each_node
-        self.asynchronous = asynchronous
+        self.asynchronous = True if local_copy and asynchronous is None else asynchronous
+        self.local_copy = local_copy
+        self._copies = COPIES
+        """The folder on this machine below which the local copies of all buckets lie."""
         self._background_save: BackgroundSave | None = None
         """The last asynchronous save until its outcome is recorded; else None."""
         self._loggers_due = False
         """True if an asynchronous save is committed but the loggers have not been notified."""
         self.saves_on_each_node = False
         """True if the machines of this run do not share the folder."""
+        self.copies_on_each_node = False
+        """True if the machines of this run do not share the folder of local copies."""
         self._schedule = SaveSchedule(
             every_n_train_steps, every_n_epochs, train_time_interval, save_on_train_epoch_end, monitor is not None
         )
@@ -171,9 +182,32 @@ class ModelCheckpoint(Callback):
         """True if the checkpoints go to the run's folder, and not to one that the user has named."""
         return self._given_dirpath is None and self._bucket is None
 
-    def save_below(self, bucket: BucketPath | None) -> None:
-        """Saves below a folder in a bucket, the Trainer's `default_root_dir`, if there is no `dirpath`."""
-        self._bucket = bucket
+    def save_below(self, bucket: BucketPath | None, local_root: str) -> None:
+        """Saves below a folder in a bucket, the Trainer's `default_root_dir`, if there is no `dirpath`.
+
+        Args:
+            bucket: the folder in a bucket; None without one.
+            local_root: the folder for the local files of the Trainer's runs.
+
+        Raises:
+            ConfigurationError: for `local_copy=True` if checkpoints do not go to a bucket.
+        """
+        self._bucket, self._copies = bucket, os.path.abspath(os.path.join(local_root, COPIES))
+        folder = self.folder_below("")
+        if self.local_copy and not isinstance(place_of(folder, "dirpath"), BucketPath):
+            where = "the run's folder" if self._given_dirpath is None else folder
+            raise ConfigurationError(
+                f"ModelCheckpoint(local_copy=True): checkpoints go to {where}, which is no bucket. Leave local_copy "
+                "out, or pass the URL of a bucket as dirpath or as Trainer(default_root_dir=…)."
+            )
+
+    @property
+    def copied(self) -> tuple[BucketPath, Path] | None:
+        """The folder of checkpoints and that of their local copies; None without `local_copy`."""
+        folder = place_of(self.folder_below(""), "dirpath") if self.local_copy else None
+        if not isinstance(folder, BucketPath):
+            return None
+        return folder, Path(self._copies, *str(folder).split("://"))
 
     @property
     def state_key(self) -> str:
@@ -298,6 +332,11 @@ class ModelCheckpoint(Callback):
     # when to save -----------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._storage = storage_of(trainer)
+        if self.local_copy and trainer.checkpoint_io is not None:
+            raise ConfigurationError(
+                f"ModelCheckpoint(local_copy=True) does not work with {type(trainer.checkpoint_io).__name__}, which "
+                "stores checkpoints itself: leave out one of them."
+            )
         if self.uses_run_folder and trainer.run_folder is None and stage != "fit":
             return
         folder = self.folder_of(trainer)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from leyden.checkpoint.format.bucket import BucketPath
+from leyden.checkpoint.format.bucket import BucketPath, Place
 from leyden.checkpoint.format.errors import OtherRankError
 from leyden.strategies.base import Strategy
 
@@ -60,6 +60,10 @@ class CheckpointRanks:
         self.share = (index, sharing)
         self.keeper, self.is_keeper = self.rank - index, index == 0
         self.keepers = list(range(0, self.size, sharing))
+
+    def share_of(self, path: Place) -> tuple[int, int]:
+        """Returns this rank's index among the ranks that see a path, and their number: in a bucket, all of them."""
+        return (self.rank, self.size) if isinstance(path, BucketPath) else self.share
 
     def beside(self) -> CheckpointRanks:
         """Returns the same ranks with a separate process group, for a background thread. Every rank calls it."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.folder import identity
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.codec import Classes, decode
@@ -59,7 +60,8 @@ class CheckpointReader:
         CheckpointError: from every method, if a file is missing, damaged or invalid; names the file.
 
     Attributes:
-        path: the folder to read. It differs from the argument while an overwrite has moved the checkpoint aside.
+        path: the folder to read. It differs from the argument while an overwrite has moved the checkpoint aside, and
+            after `stand_for`.
         manifest: the contents of `manifest.json`.
         weights_file: the path of the file that lists the weights, for messages.
 
@@ -86,6 +88,10 @@ class CheckpointReader:
         self._verified: dict[str, set[int]] = {name: set() for name in self.manifest.files}
         self._optimizers_ahead: list[dict[str, Any]] | None = None
         """The result of `read_ahead`, until `optimizers` is called."""
+
+    def stand_for(self, path: Place) -> None:
+        """Takes the path of another checkpoint with the same bytes, and goes on reading this one."""
+        self.path, self.weights_file = path, path / LAYOUT
 
     @property
     def folder(self) -> Path:
@@ -437,19 +443,24 @@ def open_verified(
     """
     readers: list[CheckpointReader] = []
 
-    def open_and_verify() -> tuple[str, str] | None:
+    def open_and_verify() -> tuple[tuple[str, str] | None, str]:
         try:
             readers.append(CheckpointReader(path))
             if ahead is not None:
                 ahead(readers[0])
-            readers[0].verify(*ranks.share, unread=True)
+            readers[0].verify(*ranks.share_of(readers[0].path), unread=True)
         except CheckpointError as error:
-            return str(error.path), error.reason
-        return None
+            return (str(error.path), error.reason), ""
+        return None, identity(readers[0].manifest)
 
-    for problem in ranks.each(open_and_verify):
+    saves = set()
+    for problem, save in ranks.each(open_and_verify):
         if problem is not None:
             raise CheckpointError(*problem)
+        saves.add(save)
+    if len(saves) > 1:
+        # Each machine has a folder of its own.
+        raise CheckpointError(path, "is not of the same save on all machines.")
     return readers[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -53,7 +54,7 @@ class PendingSave:
         copies: the snapshot, whose copies the thread makes first.
         facts: arguments of the writer's `commit`.
         holds_exit: keep the process alive until the save ends.
-        committed: called by the thread with the path of the committed checkpoint, unless it is None.
+        committed: called by the thread with the path of the committed checkpoint.
 
     Attributes:
         path: the planned path of the checkpoint; its actual path once it is committed.
@@ -67,7 +68,7 @@ class PendingSave:
         copies: Copies,
         facts: Mapping[str, Any],
         holds_exit: bool = False,
-        committed: Callable[[Place], None] | None = None,
+        committed: Callable[[Place], None] = lambda path: None,
     ) -> None:
         self.path = writer.planned
         self.error: BaseException | None = None
@@ -124,8 +125,7 @@ class PendingSave:
                 path = self._writer.commit(**self._facts)
             with self._commit_lock:
                 self.path, self._is_committed = path, True
-            if self._committed is not None:
-                self._committed(path)
+            self._committed(path)
             if self._follower is not None:
                 self._follower(path)
         except BaseException as error:
@@ -153,6 +153,8 @@ class Saves:
         self.lock: RunLock | None = None
         self._plans = ShardPlans() if plans is None else plans
         self._counters: dict[tuple[Place, int], int] = {}
+        self._local_copies: list[Path] = []
+        """Local copies of checkpoints in buckets, which the next one replaces."""
         self._holds_exit = holds_exit
         self._memory: HostMemory | None = None
         self._written: set[Key] | None = None
@@ -178,6 +180,10 @@ class Saves:
         if isinstance(folder, BucketPath):
             ranks.first(lambda: _sweep(folder))
 
+    def replace_local_copies(self, copies: Iterable[Path]) -> None:
+        """Deletes these local copies of checkpoints in buckets once the next one is uploaded."""
+        self._local_copies = list(copies)
+
     def write(
         self,
         path: Place,
@@ -192,6 +198,7 @@ class Saves:
         stepped: Sequence[Optimizer] = (),
         hooks: Hooks | None = None,
         committed: Callable[[Place], None] | None = None,
+        local_copy: Path | None = None,
     ) -> Place:
         """Writes a checkpoint, after waiting for the previous save to end. All ranks call it.
 
@@ -207,6 +214,7 @@ class Saves:
             stepped: those whose parameters and state change in a step alone: they are copied in the thread, too.
             hooks: the run's hooks, which wait too; None if there are none.
             committed: called with the path of the committed checkpoint, by the thread if there is one.
+            local_copy: the folder in which a checkpoint for a bucket is completed before its upload; None for none.
 
         Returns:
             The path of the checkpoint; in the background the planned one.
@@ -216,6 +224,12 @@ class Saves:
         """
         from leyden.checkpoint.writer import CheckpointWriter
 
+        def done(written: Place) -> None:
+            if local_copy is not None:
+                self._keep_local_copy(local_copy.with_name(written.name), ranks)
+            if committed is not None:
+                committed(written)
+
         if self.lock is not None:
             ranks.keep(self.lock.check_held)
         self.wait()
@@ -223,13 +237,14 @@ class Saves:
         with ExitStack() as stack:
             writer = stack.enter_context(
                 CheckpointWriter(
-                    path,
+                    local_copy or path,
+                    upload_to=path if local_copy is not None and isinstance(path, BucketPath) else None,
                     overwrite=overwrite,
                     ranks=ranks,
                     places=places,
                     plans=self._plans,
                     copies=copies,
-                    check=self._check_lock,
+                    check=self.check_lock,
                     counters=self._counters,
                 )
             )
@@ -241,16 +256,26 @@ class Saves:
             }
             if copies is None:
                 written = writer.commit(**facts)
-                if committed is not None:
-                    committed(written)
+                done(written)
                 return written
             writer.beside()
             copies.begin()
             self._make_wait(copies, optimizers, hooks)
-            self._pending = PendingSave(writer, stack.pop_all(), copies, facts, self._holds_exit, committed)
+            self._pending = PendingSave(writer, stack.pop_all(), copies, facts, self._holds_exit, done)
             return self._pending.path
 
-    def _check_lock(self) -> None:
+    def _keep_local_copy(self, copy: Path, ranks: CheckpointRanks) -> None:
+        """Deletes the local copies before this one, which the bucket has or has no use for."""
+        from leyden.checkpoint.folder import delete
+
+        for former in self._local_copies if ranks.is_keeper else ():
+            if former != copy:
+                with suppress(CheckpointError):
+                    delete(former)
+        self._local_copies = [copy]
+
+    def check_lock(self) -> None:
+        """Raises LeydenError if another run has taken this run's folder over."""
         if self.lock is not None:
             self.lock.check_held()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import os
@@ -16,10 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path, PurePath
 
+from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.copies import Content, Text
 from leyden.checkpoint.folder import is_checkpoint, is_taken
 from leyden.checkpoint.format import staging
-from leyden.checkpoint.format.bucket import PARALLEL, BucketPath, Place
+from leyden.checkpoint.format.bucket import PARALLEL, PART, BucketPath, Place
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.format.manifest import MANIFEST, ChunkHasher, FileEntry, Manifest, read_manifest
 from leyden.checkpoint.format.safefile import contents_of, entry_of, write_file
@@ -56,13 +58,7 @@ class Staged(ABC):
     @property
     def planned(self) -> Place:
         """The path that `commit` will give the checkpoint, unless another process takes that name first."""
-        return self.target if self.overwrite else next(path for path in self.candidates() if not is_taken(path))
-
-    def candidates(self) -> Iterator[Place]:
-        """Yields the paths that the checkpoint may get, in order of preference."""
-        yield self.target
-        for version in itertools.count(1):
-            yield self.target.with_name(f"{self.target.name}-v{version}")
+        return self.target if self.overwrite else free_path(self.target)
 
     @property
     @abstractmethod
@@ -106,6 +102,18 @@ class Staged(ABC):
     @abstractmethod
     def abort(self, is_keeper: bool) -> None:
         """Removes what was written."""
+
+
+def free_path(target: Place) -> Place:
+    """Returns a checkpoint's path, with the first free version appended if it is taken."""
+    return next(path for path in _candidates(target) if not is_taken(path))
+
+
+def _candidates(target: Place) -> Iterator[Place]:
+    """Yields the paths that a checkpoint may get, in order of preference."""
+    yield target
+    for version in itertools.count(1):
+        yield target.with_name(f"{target.name}-v{version}")
 
 
 class StagedFolder(Staged):
@@ -191,7 +199,7 @@ class StagedFolder(Staged):
         """Renames the folder to the first free name. If another writer takes that name first, tries the next one."""
         if same_name and os.path.lexists(self.target):
             raise CheckpointError(self.target, "exists on this machine, but not on the first one. Remove it.")
-        for path in self.candidates():
+        for path in _candidates(self.target):
             if is_taken(path):
                 continue
             assert isinstance(path, Path)
@@ -266,7 +274,11 @@ class StagedUpload(Staged):
         return self._path
 
     def begin(self) -> str:
-        return f"{super().planned}/save-{secrets.token_hex(8)}"
+        return self.begin_at(super().planned)
+
+    def begin_at(self, path: Place) -> str:
+        """Returns what all ranks `join` to write a checkpoint that gets this very path."""
+        return f"{path}/save-{secrets.token_hex(8)}"
 
     def join(self, begun: str) -> None:
         self._parts = BucketPath(begun)
@@ -287,16 +299,33 @@ class StagedUpload(Staged):
         return write_file(self._parts / name, contents_of(path), size=path.stat().st_size)
 
     def write(self, name: str, content: Content) -> FileEntry:
-        path = self._parts / name
         if not isinstance(content, Text):
-            return content.write(path, Unflushed())
-        hasher = ChunkHasher()
-        hasher.update(content.data)
+            return content.write(self._parts / name, Unflushed())
+        return self._write_bytes(name, content.data, ChunkHasher())
+
+    def send(self, file: Path, name: str, entry: FileEntry) -> None:
+        """Uploads a file of a checkpoint on disk, whose manifest has this entry.
+
+        Raises:
+            CheckpointError: if the file is no longer as it was written.
+        """
+        if entry.size <= PART:
+            sent = self._write_bytes(name, file.read_bytes(), ChunkHasher(entry.chunk, entry.algorithm))
+        else:
+            pieces = contents_of(file)
+            sent = write_file(self._parts / name, pieces, entry.chunk, entry.algorithm, size=entry.size)
+        if sent != entry:
+            raise CheckpointError(file, "has changed since it was written, and is not uploaded.")
+
+    def _write_bytes(self, name: str, data: bytes, hasher: ChunkHasher) -> FileEntry:
+        """Uploads a small file behind the next ones; see `flush`."""
+        path = self._parts / name
+        hasher.update(data)
         try:
-            self._uploads.append(self._pool.submit(path.write_bytes, content.data))
+            self._uploads.append(self._pool.submit(path.write_bytes, data))
         except RuntimeError:
             # The script has ended while a last save is running, and Python no longer starts threads.
-            path.write_bytes(content.data)
+            path.write_bytes(data)
         return hasher.entry()
 
     def flush(self) -> None:
@@ -346,6 +375,55 @@ class StagedUpload(Staged):
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
             self._own = None
+
+
+def upload(
+    copy: Path, target: BucketPath, ranks: CheckpointRanks, overwrite: bool, check: Callable[[], None]
+) -> BucketPath:
+    """Uploads a complete checkpoint from disk. All ranks call it, and each sends a part of the files.
+
+    Args:
+        copy: the checkpoint's folder. Every rank sees all of its files.
+        target: the URL that the checkpoint gets.
+        ranks: the ranks.
+        overwrite: whether it may replace a checkpoint there.
+        check: called just before readers can see the checkpoint; raises to prevent it.
+
+    Raises:
+        CheckpointError: on all ranks, if one cannot send its files. The folder stays.
+    """
+    staged = StagedUpload(target, overwrite)
+    staged.join(ranks.first(lambda: staged.begin_at(target)))
+
+    manifests: list[Manifest] = []
+
+    def send() -> None:
+        manifest = read_manifest(copy)
+        manifests.append(manifest)
+        largest_first = sorted(manifest.files.items(), key=lambda file: (-file[1].size, file[0]))
+        for name, entry in largest_first[ranks.rank :: ranks.size]:
+            staged.send(copy / name, name, entry)
+        staged.flush()
+
+    try:
+        with _naming(copy, target):
+            ranks.each(send)
+            manifest = dataclasses.replace(manifests[0], save_id=staged.save_id)
+            ranks.first(lambda: staged.commit(manifest, False, check))
+    except BaseException:
+        staged.abort(ranks.rank == 0)
+        raise
+    return target
+
+
+@contextlib.contextmanager
+def _naming(copy: Path, target: BucketPath) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            target, f"cannot be uploaded: {error}. It is complete in {copy}, and the next start here uploads it."
+        ) from error
 
 
 _SWEPT: set[BucketPath] = set()

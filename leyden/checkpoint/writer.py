@@ -49,7 +49,7 @@ from leyden.checkpoint.format.tensors import (
 )
 from leyden.checkpoint.nodes import ship
 from leyden.checkpoint.shard_plan import ShardPlans
-from leyden.checkpoint.staged import Staged, StagedFolder, StagedUpload
+from leyden.checkpoint.staged import Staged, StagedFolder, StagedUpload, free_path, upload
 from leyden.strategies.fragment import Fragment
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class CheckpointWriter:
         copies: snapshots the tensors, so that `commit` can write the files later. None writes each file immediately.
         check: called just before the checkpoint becomes visible; raises to prevent that.
         counters: the highest save counters that this run's earlier saves have found, by place.
+        upload_to: a URL in a bucket, whose name the checkpoint gets. `commit` completes it at `path`, replaces what is
+            there, and then uploads it. `overwrite` is for the URL.
 
     Raises:
         CheckpointError: from every method, if something cannot be written; names the path and the cause. Earlier
@@ -99,8 +101,17 @@ class CheckpointWriter:
         copies: Copies | None = None,
         check: Callable[[], None] = lambda: None,
         counters: dict[tuple[Place, int], int] | None = None,
+        upload_to: BucketPath | None = None,
     ) -> None:
+        self._ranks = CheckpointRanks() if ranks is None else ranks
+        self._open = False
+        self._overwrites = overwrite
         target = place_of(path, "path")
+        if upload_to is not None:
+            url = upload_to
+            name = self._ranks.first(lambda: self._free_name(url))
+            upload_to, target, overwrite = url.with_name(name), target.with_name(name), True
+        self._upload_to = upload_to
         # Absolute, since user code may change the working directory before the commit.
         self._target: Place = target if isinstance(target, BucketPath) else Path(os.path.abspath(target))
         self._staged: Staged = (
@@ -108,7 +119,7 @@ class CheckpointWriter:
             if isinstance(self._target, BucketPath)
             else StagedFolder(self._target, overwrite)
         )
-        self._places: set[tuple[Place, int]] = {(self._target.parent, 0), *places}
+        self._places: set[tuple[Place, int]] = {((upload_to or self._target).parent, 0), *places}
         self._counters = {} if counters is None else counters
         self._check = check
         self._is_prevented = False
@@ -121,8 +132,6 @@ class CheckpointWriter:
         self._plans = ShardPlans() if plans is None else plans
         self._substitutes: Mapping[str, Tensor] = {}
         self._left_out: Collection[str] = ()
-        self._open = False
-        self._ranks = CheckpointRanks() if ranks is None else ranks
         begun = self._ranks.keep(self._begin)
         self._open = True
         try:
@@ -131,6 +140,10 @@ class CheckpointWriter:
             self.abort()
             raise
 
+    def _free_name(self, url: BucketPath) -> str:
+        with self._write_errors(url):
+            return url.name if self._overwrites else free_path(url).name
+
     def _begin(self) -> str:
         with self._write_errors(self._target):
             return self._staged.begin()
@@ -138,7 +151,7 @@ class CheckpointWriter:
     @property
     def planned(self) -> Place:
         """The path that `commit` will give the checkpoint, unless another process takes that name first."""
-        return self._staged.planned
+        return self._upload_to or self._staged.planned
 
     def __enter__(self) -> Self:
         return self
@@ -367,7 +380,8 @@ class CheckpointWriter:
             data_ranks: the data rank of each rank. If left out, each rank is its own data rank.
 
         Returns:
-            The checkpoint's folder, with `-v1`, … appended to its name if the path was taken.
+            The checkpoint's folder, with `-v1`, … appended to its name if the path was taken; its URL if it is
+            uploaded.
         """
         self.write()
         self.json(PROGRESS, dict(progress))
@@ -382,7 +396,10 @@ class CheckpointWriter:
             self._target = self._target.with_name(path.name)
             path = self._ranks.keep(lambda: path if self.is_first else self._commit(manifest, same_name=True))
         self._open = False
-        return path
+        if self._upload_to is None:
+            return path
+        assert isinstance(self._target, Path)
+        return upload(self._target, self._upload_to, self._ranks, self._overwrites, self._check_commit)
 
     def _flush(self) -> None:
         """Waits until every file that this rank has written is on disk."""

@@ -149,7 +149,9 @@ def test_a_killed_run_continues_exactly_and_leaves_nothing_behind(
 
 @pytest.mark.full
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("options", [{}, {"asynchronous": True}, {"save_last": True, "save_top_k": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"asynchronous": True}, {"save_last": True, "save_top_k": 2}, {"local_copy": True}], ids=str
+)
 def test_a_run_may_be_killed_at_every_request(
     server: Server, client: Client, tmp_path: Path, options: dict[str, Any]
 ) -> None:

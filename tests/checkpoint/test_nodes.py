@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import warnings
@@ -23,6 +24,7 @@ from leyden.checkpoint import nodes
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.folder import newest
 from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.format.manifest import MANIFEST, read_manifest
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.core.errors import ConfigurationError
@@ -111,11 +113,15 @@ def test_every_machine_keeps_complete_checkpoints(tmp_path: Path, strategy: str)
         assert value.tobytes() == module.state_dict()[name].numpy().tobytes()
 
 
-def resume_with_damage(folder: str) -> tuple[int, int]:
+def resume_with_damage(folder: str, what: str) -> tuple[int, int]:
     machine = on_machines(2)
     own = Path(folder, f"machine {machine}")
     fit(own, 3, "ddp", save_on_each_node=True)
-    if machine == 1:
+    if machine == 1 and what == "of another save":
+        path = own / SAVED / "step=3"
+        manifest = dataclasses.replace(read_manifest(path), saved_at="2020-01-01T00:00:00+00:00")
+        (path / MANIFEST).write_bytes(manifest.to_bytes())
+    elif machine == 1:
         file = own / SAVED / "step=3" / "model.safetensors"
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
@@ -126,8 +132,9 @@ def resume_with_damage(folder: str) -> tuple[int, int]:
     return trainer.global_step, sum("skipping a damaged" in str(warning.message) for warning in caught)
 
 
-def test_a_checkpoint_damaged_on_one_machine_is_skipped_by_all(tmp_path: Path) -> None:
-    assert run_world(2, resume_with_damage, str(tmp_path)) == [(2, 1), (2, 0)]
+@pytest.mark.parametrize("what", ["damaged", "of another save"])
+def test_a_checkpoint_that_one_machine_lacks_is_skipped_by_all(tmp_path: Path, what: str) -> None:
+    assert run_world(2, resume_with_damage, str(tmp_path), what) == [(2, 1), (2, 0)]
 
 
 def fit_in_shared_folder(folder: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leyden.checkpoint.format.bucket import Place, place_of
+from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
@@ -49,6 +50,37 @@ def places_of(callbacks: Iterable[Callback], root: str | None) -> list[tuple[Pla
             folder = callback.folder_below(root or "")
             depths[folder] = max(depths.get(folder, 0), callback.depth)
     return [(place_of(folder, "dirpath"), depth) for folder, depth in depths.items()]
+
+
+def copies_of(callbacks: Iterable[Callback]) -> list[tuple[Path, int]]:
+    """Returns the folders of local copies on this machine, each with the number of subfolder levels in names."""
+    own = checkpoint_callbacks(callbacks)
+    return [(callback.copied[1], callback.depth) for callback in own if callback.copied is not None]
+
+
+def copy_of(path: Place, callbacks: Iterable[Callback]) -> Path | None:
+    """Returns where a checkpoint of a bucket is completed before its upload; None if it has no local copy."""
+    for folder, copies in _copied(callbacks):
+        if isinstance(path, BucketPath) and folder in path.parents:
+            return copies / path.relative_to(folder)
+    return None
+
+
+def original_of(path: Place, callbacks: Iterable[Callback]) -> BucketPath | None:
+    """Returns the URL of a local copy; None for any other checkpoint."""
+    for folder, copies in _copied(callbacks):
+        if isinstance(path, Path) and path.is_relative_to(copies):
+            return folder / path.relative_to(copies).as_posix()
+    return None
+
+
+def _copied(callbacks: Iterable[Callback]) -> list[tuple[BucketPath, Path]]:
+    return [callback.copied for callback in checkpoint_callbacks(callbacks) if callback.copied is not None]
+
+
+def copies_are_on_each_node(callbacks: Iterable[Callback]) -> bool:
+    """Returns True if every machine keeps its own local copies."""
+    return any(callback.copies_on_each_node for callback in checkpoint_callbacks(callbacks))
 
 
 def _below(root: str) -> Place:

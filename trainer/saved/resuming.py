@@ -12,24 +12,29 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from leyden.checkpoint.checkpoint_io import CheckpointIO, is_packed, unpack
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.checkpoint.folder import newest_reader
+from leyden.checkpoint.folder import all_checkpoints, identity, newest_reader
 from leyden.checkpoint.foreign import OPTIMIZERS, ForeignWeights
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.checkpoint.format.errors import CheckpointError, blame
-from leyden.checkpoint.format.manifest import MANIFEST, PROGRESS
+from leyden.checkpoint.format.manifest import MANIFEST, PROGRESS, read_manifest
 from leyden.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.checkpoint.lock import RunLock, lock_on
 from leyden.checkpoint.nodes import is_shared
 from leyden.checkpoint.owners import saved_data_ranks
 from leyden.checkpoint.reader import CheckpointReader, open_verified
+from leyden.checkpoint.staged import upload
 from leyden.core.errors import ConfigurationError, nearest
-from leyden.core.rank_zero import warn
+from leyden.core.rank_zero import inform, to_stderr, warn
+from leyden.launch.heartbeat import Phase
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.saved.checkpoint_folders import (
     are_on_each_node,
     checkpoint_callbacks,
+    copies_are_on_each_node,
+    copies_of,
     folder_of_last,
+    original_of,
     places_of,
 )
 from leyden.trainer.saved.goal import PARTS, Goal
@@ -68,7 +73,8 @@ def open_reader(run: Run, goal: Goal, folder: str | None) -> tuple[Reader | None
         return None, f"where the last fit ended (epoch {run.progress.epoch}, step {run.progress.global_step})"
     strategy, is_fit = run.strategy, run.state.stage == "fit"
     root = folder or Versions(run.arguments, run.callbacks).root
-    ranks = CheckpointRanks(strategy, root, are_on_each_node(run.callbacks))
+    on_each_node = are_on_each_node(run.callbacks) or copies_are_on_each_node(run.callbacks)
+    ranks = CheckpointRanks(strategy, root, on_each_node)
     plugin = run.checkpoint_io
     if plugin is not None and not _is_folder(goal.path):
         name = os.path.expanduser(os.fspath(goal.path))
@@ -187,6 +193,9 @@ def detect_shared_folders(run: Run) -> None:
         folder = run.arguments.local_root if callback.uses_run_folder else callback.folder_below("")
         is_local = not isinstance(place_of(folder, "dirpath"), BucketPath)
         callback.saves_on_each_node = is_local and not is_shared(folder, CheckpointRanks(run.strategy, folder))
+        if callback.copied is not None:
+            copies = callback.copied[1]
+            callback.copies_on_each_node = not is_shared(copies, CheckpointRanks(run.strategy, copies))
         if callback.saves_on_each_node and not callback.save_on_each_node and run.state.stage == "fit":
             raise ConfigurationError(
                 f"{folder} is not shared by all machines. Save checkpoints to a shared file system (default_root_dir "
@@ -202,13 +211,41 @@ def _newest(
     if goal.parts != {"weights"}:
         own = [callback for callback in checkpoint_callbacks(run.callbacks) if not callback.save_weights_only] or own
     places = places_of(own, folder if run.arguments.bucket is None else run.checkpoint_root)
-    found = newest_reader(places, goal.path == "auto", ranks, ahead, accepts(run, goal, folder))
+    # A checkpoint and its copy have the same age, and the first of them is read: the copy.
+    copies = copies_of(own)
+    found = newest_reader([*copies, *places], goal.path == "auto", ranks, ahead, accepts(run, goal, folder))
     if found is None and goal.path == "last":
         raise CheckpointError(
             places[0][0] if places else Versions(run.arguments, run.callbacks).root,
             "holds no complete checkpoint, but ckpt_path='last' needs one. Use 'auto' to start from scratch.",
         )
+    if copies and run.state.stage == "fit":
+        if found is not None:
+            _finish_upload(run, found, ranks)
+        if goal.path == "auto":
+            # Nobody else saves here.
+            run.saves.replace_local_copies(path for folder, depth in copies for path in all_checkpoints(folder, depth))
     return found
+
+
+def _finish_upload(run: Run, reader: CheckpointReader, ranks: CheckpointRanks) -> None:
+    """Uploads the local copy that a fit resumes if the bucket lacks it, as the killed run would have."""
+    copy, url = reader.path, original_of(reader.path, run.callbacks)
+    if url is None or not isinstance(copy, Path):
+        return
+
+    def is_missing() -> bool:
+        try:
+            return identity(read_manifest(url)) != identity(reader.manifest)
+        except CheckpointError:
+            return True
+
+    if ranks.first(is_missing):
+        inform(f"leyden: uploading {copy} to {url}, as the run was stopped before it had", to_stderr)
+        # As long as the link takes, which no watchdog knows.
+        with run.heartbeat.during(Phase.PREPARING):
+            upload(copy, url, ranks, True, run.saves.check_lock)
+    reader.stand_for(url)
 
 
 def _path_of(goal: Goal) -> Place:

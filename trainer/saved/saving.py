@@ -26,7 +26,13 @@ from leyden.trainer.logging.history import FILE as HISTORY
 from leyden.trainer.plugins import wait_for
 from leyden.trainer.reporting.command import FILE as COMMAND
 from leyden.trainer.reporting.command import Command
-from leyden.trainer.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, places_of
+from leyden.trainer.saved.checkpoint_folders import (
+    are_on_each_node,
+    checkpoint_callbacks,
+    copies_are_on_each_node,
+    copy_of,
+    places_of,
+)
 from leyden.trainer.saved.identity import FILE as IDENTITY
 from leyden.trainer.saved.resuming import ROLLBACK_PATHS
 from leyden.trainer.saved.rolling_back import check_reaches_all_ranks, exists, rollback_paths
@@ -102,7 +108,9 @@ def save(
         # The loop belongs to an earlier fit: this fit has no loop yet.
         loop = None
     strategy = run.engine.strategy
-    ranks = CheckpointRanks(strategy, path, are_on_each_node(run.callbacks))
+    local_copy = copy_of(path, run.callbacks)
+    on_each_node = are_on_each_node if local_copy is None else copies_are_on_each_node
+    ranks = CheckpointRanks(strategy, local_copy or path, on_each_node(run.callbacks))
     is_scheduled = _is_scheduled(run.hooks, run.progress)
     optimizers = stepping_optimizers(run.engine)
 
@@ -141,6 +149,7 @@ def save(
         stepped=optimizers,
         hooks=run.hooks,
         committed=run.note_save if is_scheduled and not weights_only else run.note_weights,
+        local_copy=local_copy,
     )
 
 

@@ -28,13 +28,14 @@ class CallbackList:
     Args:
         callbacks: the callbacks passed to the Trainer.
         bucket: the folder in a bucket for checkpoints of callbacks that name none; None for the run's folder.
+        local_root: the folder for local files of all runs.
 
     Attributes:
         now: the list that users see and may change.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], bucket: BucketPath | None = None) -> None:
-        self._bucket = bucket
+    def __init__(self, callbacks: Iterable[Callback], bucket: BucketPath | None = None, local_root: str = ".") -> None:
+        self._bucket, self._local_root = bucket, local_root
         self.now = list(callbacks)
         self._lasting = list(callbacks)
         """The callbacks that take part in every run."""
@@ -69,7 +70,7 @@ class CallbackList:
 
     def _place_checkpoints(self, callbacks: Iterable[Callback]) -> None:
         for callback in checkpoint_callbacks(callbacks):
-            callback.save_below(self._bucket)
+            callback.save_below(self._bucket, self._local_root)
 
     def take_added(self) -> list[Callback]:
         """Returns the callbacks added to the list since the previous call, and includes them in all runs from now on.
