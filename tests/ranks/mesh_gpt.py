@@ -22,14 +22,15 @@ class Attention(nn.Module):
         self.key = nn.Linear(width, n_kv_heads * self.head_width, bias=False)
         self.value = nn.Linear(width, n_kv_heads * self.head_width, bias=False)
         self.out = nn.Linear(width, width)
-        self.attend: Any = F.scaled_dot_product_attention
+        self.dropout = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
         query = self.query(x).view(batch, tokens, self.n_heads, self.head_width).transpose(1, 2)
         key = self.key(x).view(batch, tokens, self.n_kv_heads, self.head_width).transpose(1, 2)
         value = self.value(x).view(batch, tokens, self.n_kv_heads, self.head_width).transpose(1, 2)
-        mixed = self.attend(query, key, value, is_causal=True, enable_gqa=True)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 

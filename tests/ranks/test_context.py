@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hf_models import make_model
 from models import QUIET
 from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN, data
 from ranks.world import run_world
@@ -14,8 +17,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
-from leyden.callbacks import ModelCheckpoint, WeightAveraging
+from leyden.callbacks import Callback, WeightAveraging
+from leyden.core.errors import ConfigurationError
 from leyden.strategies import MeshStrategy, sequence_positions
+from leyden.strategies.base import RunSettings
+from leyden.strategies.window import Window
 
 GLOBAL_BATCH = 4
 LENGTH = 13
@@ -61,18 +67,27 @@ RUNS: dict[str, dict[str, Any]] = {
 OF_STRATEGY = ("cp_method", "activation_checkpointing_policy", "compile")
 
 
-def train(sizes: dict[str, int] | None, plan: Any = None, **arguments: Any) -> dict[str, Any]:
-    """Trains for two epochs, whose last global batch has 3 samples, then predicts."""
+def train(
+    sizes: dict[str, int] | None,
+    plan: Any = None,
+    start: Path | None = None,
+    save: Path | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Trains for two epochs, whose last global batch has 3 samples, then predicts. With `save`, stops at step 7."""
     torch.manual_seed(0)
     options = {name: arguments.pop(name) for name in OF_STRATEGY if name in arguments}
     dims = {"sequence_dims": {0: 1, 1: 1}, "sequence_padding": {0: 0, 1: -100}}
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes, **options, **dims, plan=plan)
     callbacks = [WeightAveraging() for _ in arguments.pop("callbacks", ())]
-    given = {"precision": "64-true", "max_epochs": 2} | QUIET | arguments
+    given = {"precision": "64-true", "max_epochs": 2, "max_steps": -1 if save is None else 7} | QUIET | arguments
     trainer = Trainer(strategy=strategy, gradient_clip_val=1.0, callbacks=callbacks, **given)
     size = GLOBAL_BATCH // trainer.strategy.data_size
     module = LongGPT(counts_items=True)
-    trainer.fit(module, DataLoader(texts(39), size, shuffle=True), DataLoader(texts(7), size))
+    trainer.fit(module, DataLoader(texts(39), size, shuffle=True), DataLoader(texts(7), size), ckpt_path=start)
+    if save is not None:
+        trainer.save_checkpoint(save)
+        return {}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     predicted = trainer.predict(module, DataLoader(texts(GLOBAL_BATCH), size)) or []
     state = trainer.strategy.full_state_dict(module, rank0_only=False)
@@ -85,8 +100,13 @@ def train(sizes: dict[str, int] | None, plan: Any = None, **arguments: Any) -> d
     }
 
 
-def all_runs(sizes: dict[str, int] | None, plan: Any, names: list[str]) -> dict[str, dict[str, Any]]:
-    return {name: train(sizes, plan, **RUNS[name]) for name in names}
+def all_runs(sizes: dict[str, int] | None, plan: Any, names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    found = {name: train(sizes, plan, **RUNS[name]) for name in names}
+    if sizes is not None:
+        train(sizes, plan, save=folder / "parts")
+        found["resumed"] = train(sizes, plan, start=folder / "parts")
+        found["resumed from one process"] = train(sizes, plan, start=folder / "whole")
+    return found
 
 
 LAYOUTS: list[Any] = [
@@ -94,16 +114,25 @@ LAYOUTS: list[Any] = [
     ({"dp_shard": 1, "cp": 4}, None, ["gather", "ulysses"]),
     ({"dp_shard": 2, "cp": 2}, None, ["gather", "accumulated", "averaged"]),
     ({"dp_shard": 1, "cp": 2, "tp": 2}, PLAN, ["gather", "ulysses", "checkpointed"]),
+    pytest.param({"dp_shard": 2, "cp": 2, "tp": 2}, SEQUENCE_PLAN, ["gather", "averaged"], marks=pytest.mark.full),
+    pytest.param({"dp_replicate": 2, "dp_shard": 1, "cp": 4}, None, ["gather", "accumulated"], marks=pytest.mark.full),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "plan", "names"), LAYOUTS, ids=lambda value: str(value)[:40])
-def test_context_parallel_trains_like_one_process(sizes: dict[str, int], plan: Any, names: list[str]) -> None:
-    single = all_runs(None, None, names)
-    size = sizes["dp_shard"] * sizes["cp"] * sizes.get("tp", 1)
-    for rank in run_world(size, all_runs, sizes, plan, names):
+def test_context_parallel_trains_and_resumes_like_one_process(
+    sizes: dict[str, int], plan: Any, names: list[str], tmp_path: Path
+) -> None:
+    single = all_runs(None, None, names, tmp_path)
+    train(None, save=tmp_path / "whole")
+    has_all = sizes["dp_shard"] * sizes.get("dp_replicate", 1) == 1
+    for rank in run_world(math.prod(sizes.values()), all_runs, sizes, plan, names, tmp_path):
         for name in names:
-            check(rank[name], single[name], 2e-2 if name == "bf16" else 1e-9, sizes["dp_shard"] == 1)
+            check(rank[name], single[name], 2e-2 if name == "bf16" else 1e-9, has_all)
+        for name, value in rank["resumed"]["weights"].items():
+            assert (value == rank["gather"]["weights"][name]).all(), f"a resume on the same layout: {name}"
+        check_weights(rank["resumed from one process"], single["gather"], 1e-9)
+    check_weights(train(None, start=tmp_path / "parts"), single["gather"], 1e-9)
 
 
 def check(rank: dict[str, Any], single: dict[str, Any], tolerance: float, has_all: bool) -> None:
@@ -113,5 +142,156 @@ def check(rank: dict[str, Any], single: dict[str, Any], tolerance: float, has_al
     own, expected = ({k: v for k, v in found["metrics"].items() if k != "loss_step"} for found in (rank, single))
     assert own == pytest.approx(expected, rel=tolerance)
     assert abs(rank["predicted"] - single["predicted"]).max() < 10 * tolerance
-    for name, value in single["weights"].items():
-        assert abs(rank["weights"][name] - value).max() < tolerance, name
+    check_weights(rank, single, 3 * tolerance)
+
+
+def check_weights(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    for name, value in expected["weights"].items():
+        assert abs(found["weights"][name] - value).max() < tolerance, name
+
+
+def llama(sizes: dict[str, int] | None) -> list[tuple[list[float], dict[str, Any], dict[str, float]]]:
+    """Trains a Llama on rows that are whole, padded at their end or start, and packed, by each method in turn."""
+    from leyden.hf import HFModule
+
+    found = []
+    for kind in ("whole", "right", "left", "packed"):
+        for method in ("gather", "ulysses") if sizes else ("gather",):
+            strategy: Any = MeshStrategy(**sizes, cp_method=method) if sizes else "single_device"  # type: ignore[arg-type]
+            losses = Losses()
+            options: dict[str, Any] = {**QUIET, "max_epochs": 1, "precision": "64-true", "callbacks": [losses]}
+            trainer = Trainer(strategy=strategy, **options)
+            module = HFModule(make_model("llama"), lr=1e-3)
+            loader = DataLoader(rows_of(kind), 4)
+            trainer.fit(module, loader, loader)
+            state = trainer.strategy.full_state_dict(module, rank0_only=False)
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            found.append((losses.found, {name: t.double().numpy() for name, t in state.items()}, metrics))
+    return found
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(float(outputs["loss"]))
+
+
+def rows_of(kind: str) -> list[dict[str, Tensor]]:
+    """Returns rows of 22 tokens, a length that two ranks do not divide."""
+    found, places = [], torch.arange(22)
+    for index in range(8):
+        ids = torch.randint(1, 64, (22,), generator=torch.Generator().manual_seed(index))
+        row, padding = {"input_ids": ids, "labels": ids.clone()}, index % 5
+        if kind == "packed":
+            first = 5 + index % 7
+            row["position_ids"] = torch.where(places < first, places, places - first)
+            row["labels"][first] = -100
+        elif kind in ("right", "left"):
+            mask = places < 22 - padding if kind == "right" else places >= padding
+            row["attention_mask"], row["labels"] = mask.long(), torch.where(mask, ids, -100)
+        found.append(row)
+    return found
+
+
+def test_models_of_transformers_train_like_one_process_with_padding_and_packed_documents() -> None:
+    pytest.importorskip("transformers", minversion="5")
+    single = llama(None)
+    for rank in run_world(2, llama, {"dp_shard": 1, "cp": 2}):
+        for (losses, weights, metrics), (expected, own, values) in zip(
+            rank, [s for s in single for _ in "12"], strict=True
+        ):
+            # Such a model computes its loss in float32, whatever its precision.
+            assert losses == pytest.approx(expected, rel=1e-6)
+            assert metrics == pytest.approx(values, rel=1e-6)
+            assert max(abs(weights[name] - value).max() for name, value in own.items()) < 1e-5
+
+
+# mistakes -------------------------------------------------------------------------------------------------------------
+class Mean(GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, labels = batch
+        return F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten())
+
+
+class Positions(GPT):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return LongGPT.forward(self, tokens)  # type: ignore[arg-type]
+
+
+class Shifts(Positions):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, labels = self(batch[0])[:, :-1], batch[0][:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": loss, "num_items": labels.numel()}
+
+
+class Sums(Positions):
+    """Mixes each position with those before it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).cumsum(1) / 8
+
+
+class Masks(Positions):
+    """Makes the mask of pairs of positions itself."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        x = self.tokens(tokens)[:, None]
+        return self.head(F.scaled_dot_product_attention(x, x, x, mask)[:, 0])
+
+
+DIMS: dict[str, Any] = {"sequence_dims": {0: 1, 1: 1}, "sequence_padding": {0: 0, 1: -100}}
+ONE_HEAD = {"n_heads": 1, "n_kv_heads": 1}
+MISTAKES: list[tuple[type[GPT], dict[str, Any], dict[str, Any], str]] = [
+    (Mean, DIMS, {}, "context parallelism needs losses by items"),
+    (GPT, DIMS, {}, "the loss of a sequence's parts is"),
+    (Shifts, DIMS, {}, "num_items of the parts of a sequence add up to"),
+    (Sums, DIMS, {}, "the loss of a sequence's parts is"),
+    (Masks, DIMS, {}, "a mask of shape (4, 4) was passed to attention"),
+    (Positions, {}, {}, "context parallelism cuts the sequences of a batch"),
+    (Positions, {"sequence_dims": {0: 1}}, {}, "the batch's tensor 1 has the shape (4, 13)"),
+    (Positions, {"sequence_dims": {0: 1, 1: 1}}, {}, "the sequences of a batch have length 13, which 4 (2 · cp)"),
+    (Positions, {"sequence_dims": {0: 2, 1: 1}}, {}, "sequence_dims has 0: 2"),
+    (Positions, {"sequence_dims": {0: 0, 1: 1}}, {}, "the sequences of a batch differ in length: {0: 4, 1: 13}"),
+    (Positions, {**DIMS, "cp_method": "ulysses"}, ONE_HEAD, "cp_method='ulysses' divides the heads of attention"),
+]
+
+
+class NoHooks:
+    on_before_backward = on_after_backward = ()
+    backward = None
+
+
+def mistakes() -> list[tuple[str, bool]]:
+    """Returns the error of each first batch, and whether the weights are unchanged."""
+    found = []
+    for kind, options, shape, _ in MISTAKES:
+        torch.manual_seed(0)
+        module = kind(counts_items=True, **shape)
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        strategy = MeshStrategy(dp_shard=1, cp=2, **options)
+        strategy.setup_environment()
+        strategy.setup_modules([module])
+        batch = tuple(tensor[:4] for tensor in texts(4).tensors)
+        error = "no error"
+        try:
+            strategy.forward_backward(module.training_step, batch, (0,), Window(), NoHooks())
+        except ConfigurationError as raised:
+            error = str(raised)
+        after = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
+        found.append((error, all(map(torch.equal, before, after)) and all(p.grad is None for p in module.parameters())))
+    strategy = MeshStrategy(dp_shard=1, cp=2)
+    strategy.setup_environment()
+    with pytest.raises(ConfigurationError, match="cp=2: context parallelism makes one loss of the parts"):
+        strategy.check_settings(RunSettings(manual=True))
+    return found
+
+
+def test_mistakes_are_refused_before_the_first_backward() -> None:
+    for rank in run_world(2, mistakes):
+        for (text, is_unchanged), (kind, _, _, expected) in zip(rank, MISTAKES, strict=True):
+            assert text.startswith(expected), (kind.__name__, text)
+            assert is_unchanged

@@ -52,9 +52,19 @@ def a_size_of_zero(module: GPT) -> MeshStrategy:
     return MeshStrategy(tp=0, plan=PLAN)
 
 
-@mistake("cp=2: context parallelism")
-def context_parallel(module: GPT) -> MeshStrategy:
-    return MeshStrategy(cp=2, plan=PLAN)
+@mistake("pp=2 with cp=2: this version runs no pipeline on parts of sequences.")
+def a_pipeline_on_parts_of_sequences(module: GPT) -> MeshStrategy:
+    return MeshStrategy(dp_shard=1, cp=2, pp=2)
+
+
+@mistake("cp_method='ring' is not known.")
+def an_unknown_method(module: GPT) -> MeshStrategy:
+    return MeshStrategy(dp_shard=1, cp=2, cp_method="ring")  # type: ignore[arg-type]
+
+
+@mistake("cp_method='ulysses' without cp: only context parallelism uses it.")
+def a_method_without_cp(module: GPT) -> MeshStrategy:
+    return MeshStrategy(cp_method="ulysses")
 
 
 @mistake(

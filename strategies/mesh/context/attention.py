@@ -241,8 +241,7 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a mask that is added to scores. A boolean one is True for the keys that count."""
     if mask.dtype != torch.bool:
         return mask
-    # Not -inf: a query without any key would get nan in place of a number that counts for nothing.
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min / 2)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def _on(hidden: Tensor | None, query: Tensor) -> Tensor | None:
