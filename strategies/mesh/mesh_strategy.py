@@ -498,7 +498,7 @@ class MeshStrategy(FSDPStrategy):
             return self._run_pipeline(step_fn, batch, extra, window, hooks)
         self._begin_batch(batch)
         if self._context is not None:
-            self._context.rehearse(step_fn, batch, extra)
+            self._rehearse(step_fn, batch, extra)
             part = self._context.cut(batch)
             with self.step_context(), self._context.running(part):
                 outputs = super().forward_backward(step_fn, part.batch, extra, window, hooks)
@@ -506,6 +506,11 @@ class MeshStrategy(FSDPStrategy):
         with self.step_context():
             outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
         return self._whole(outputs)
+
+    def _rehearse(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> None:
+        """Checks with the first batch that the step runs on parts of sequences."""
+        assert self._context is not None
+        self._context.rehearse(step_fn, batch, extra)
 
     def loss_to_backward(self, loss: Tensor, num_items: Tensor | float | None, window: Window) -> Tensor:
         if self._context is not None:
@@ -580,7 +585,7 @@ class MeshStrategy(FSDPStrategy):
         with ExitStack() as stack:
             stack.enter_context(self.step_context())
             if self._context is not None and filler is not None:
-                self._context.rehearse(step_fn, filler, extra)
+                self._rehearse(step_fn, filler, extra)
                 part = self._context.cut(filler)
                 stack.enter_context(self._context.running(part))
                 filler = part.batch

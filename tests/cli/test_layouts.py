@@ -283,3 +283,18 @@ def test_a_transformers_model_is_traced_with_a_batch_of_tokens(tmp_path: Path) -
     assert rows(text)[0][7] != "-"
     status, text = done["no tokens"]
     assert status == 0 and "no activations: give --batch-size and --seq-len" in text, text
+
+
+def test_activations_of_divided_sequences_are_divided(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "num_hidden_layers": 4}
+    config |= {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = "config.json", "--cp", "1,2,4", "--dp_shard", "1", "--batch-size", "1", "--seq-len", "8192"
+    status, text = run_world(1, run_commands, tmp_path, {"cp": command})[0]["cp"]
+    assert status == 0
+    found = {row[1]: float(row[7].removesuffix(" MiB")) for row in rows(text)}
+    one = found["1 rank"]
+    # The parts add up to the whole, but for a mask that all blocks share.
+    assert one / 2 <= found["cp 2"] <= 1.15 * one / 2
+    assert one / 4 <= found["cp 4"] <= 1.15 * one / 4

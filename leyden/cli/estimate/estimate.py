@@ -115,6 +115,7 @@ def _largest_group(model: nn.Module) -> int:
 @click.option("--dp_replicate", default="", help="Layouts: copies of the model, as a list.")
 @click.option("--dp_shard", default="", help="Layouts: ranks that shard each copy; -1 for all there are.")
 @click.option("--tp", default="", help="Layouts: ranks over which layers are split, such as 1,2,4.")
+@click.option("--cp", default="", help="Layouts: ranks over which sequences are divided, such as 1,2,4.")
 @click.option("--layouts", "every", is_flag=True, help="Layouts: all those of --ranks that fit.")
 @click.option("--plan", metavar="NAME", help="Layouts: a plan in a script or module (train.py:PLAN).")
 @click.option("--data", metavar="NAME", help="Layouts: a loader, DataModule, or function that builds one, for a batch.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -155,6 +155,7 @@ def report(
     dp_replicate: str,
     dp_shard: str,
     tp: str,
+    cp: str,
     every: bool,
     plan: str | None,
     data: str | None,
@@ -166,8 +167,9 @@ def report(
     Raises:
         ConfigurationError: if a requested layout does not fit the model. With `every`, such layouts are left out.
     """
-    sizes = [_sizes("dp_replicate", dp_replicate, 1), _sizes("dp_shard", dp_shard, -1), _sizes("tp", tp, 1)]
-    if every and (not ranks or dp_replicate or dp_shard or tp):
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "cp": cp}
+    sizes = {name: _sizes(name, text, -1 if name == "dp_shard" else 1) for name, text in given.items()}
+    if every and (not ranks or any(given.values())):
         raise ConfigurationError("--layouts tries all sizes for --ranks. Give --ranks and no other size.")
     if form := [precision for precision in precisions if precision in ("fp8", "transformer-engine")]:
         raise ConfigurationError(
@@ -197,11 +199,11 @@ def _sizes(name: str, text: str, default: int) -> list[int]:
         raise ConfigurationError(f"--{name} {text}: give sizes, such as 1,2,4.") from error
 
 
-def _combined(sizes: Iterable[Sequence[int]], ranks: Sequence[int]) -> list[Layout]:
+def _combined(sizes: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> list[Layout]:
     """Returns every combination of sizes for each number of ranks, or for the product of the sizes if there is none."""
     worlds: Sequence[int | None] = ranks or [None]
-    layouts = [filled(Layout(*chosen), world) for world in worlds for chosen in itertools.product(*sizes)]
-    return list(dict.fromkeys(layouts))
+    chosen = [dict(zip(sizes, values, strict=True)) for values in itertools.product(*sizes.values())]
+    return list(dict.fromkeys(filled(Layout(**own), world) for world in worlds for own in chosen))
 
 
 def _notes(rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -85,6 +85,7 @@ def _placement(parameter: DTensor) -> str:
 @click.option("--dp_replicate", default=1, show_default=True, help="Copies of the model.")
 @click.option("--dp_shard", default=-1, show_default=True, help="Ranks that shard each copy; -1 for all there are.")
 @click.option("--tp", default=1, show_default=True, help="Ranks over which layers are split.")
+@click.option("--cp", default=1, show_default=True, help="Ranks over which sequences are divided.")
 @click.option("--ranks", type=int, help="The number of ranks; by default the product of the sizes.")
 @click.option(
     "--plan", "plan", metavar="NAME", help="A plan in a script or module (train.py:PLAN); by default the model's."
@@ -97,6 +98,7 @@ def command(
     dp_replicate: int,
     dp_shard: int,
     tp: int,
+    cp: int,
     ranks: int | None,
     plan: str | None,
     arguments: str,
@@ -109,7 +111,7 @@ def command(
     path (package.module:Class), a local Hugging Face folder, or a config.json. The model is built on the meta device,
     which takes no memory, and no rank is started. Layouts that fit refuses are refused here with the same error.
     """
-    layout = filled(Layout(dp_replicate, dp_shard, tp), ranks)
+    layout = filled(Layout(dp_replicate, dp_shard, tp, cp=cp), ranks)
     entries = load_plan(plan)
     built, _ = load_model(model, parse_arguments(arguments), download)
     rows = placed(built, layout, entries)

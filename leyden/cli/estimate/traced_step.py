@@ -68,10 +68,10 @@ def step_of(model: nn.Module) -> Callable[[Any, int], Any]:
         return model.training_step
     takes_labels = "labels" in inspect.signature(model.forward).parameters
 
-    def step(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if takes_labels:
-            return model(**batch, labels=batch["input_ids"]).loss  # type: ignore[no-any-return]
-        return model(**batch)[0].float().sum()  # type: ignore[no-any-return]
+    def step(batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        outputs = model(**batch, labels=batch["input_ids"]) if takes_labels else model(**batch)
+        loss = outputs.loss if takes_labels else outputs[0].float().sum()
+        return {"loss": loss, "num_items": batch["input_ids"].numel()}
 
     return step
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -63,10 +62,17 @@ class SequenceAttention:
         part: this rank's part of the batch.
         method: how keys and values reach the queries.
         group: the ranks among which the sequence is divided.
+        masks: the masks that earlier steps have made. Added to.
     """
 
-    def __init__(self, part: SequencePart, method: Method, group: dist.ProcessGroup) -> None:
-        self.part, self.share, self._group = part, part.share, group
+    def __init__(
+        self,
+        part: SequencePart,
+        method: Method,
+        group: dist.ProcessGroup,
+        masks: dict[tuple[Any, ...], Tensor],
+    ) -> None:
+        self.part, self.share, self._group, self._masks = part, part.share, group, masks
         self._attend = self._gathered if method == "gather" else self._by_heads
 
     @contextmanager
@@ -204,7 +210,7 @@ class SequenceAttention:
         if start == begin and hidden is None:
             return _sdpa(query, key[..., begin:end, :], value[..., begin:end, :], is_causal=True, **options)
         length = self.share.length
-        triangle = _triangle(length, query.dtype, query.device)
+        triangle = self._triangle(query.dtype, query.device)
         outputs = []
         for first in range(start, end, ROWS):
             last = min(first + ROWS, end)
@@ -216,6 +222,20 @@ class SequenceAttention:
             outputs.append(_sdpa(rows, keys, values, mask, **options))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
 
+    def _triangle(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns the mask of `ROWS` queries, (ROWS, T + ROWS): row i sees the columns up to T + i.
+
+        Every mask of fewer keys is a part of its columns, and takes no memory of its own.
+        """
+        length = self.share.length
+        if (length, dtype, device) not in self._masks:
+            self._masks.clear()
+            rows = torch.arange(ROWS, device=device)[:, None]
+            columns = torch.arange(length + ROWS, device=device)[None, :]
+            mask = torch.zeros(ROWS, length + ROWS, dtype=dtype, device=device)
+            self._masks[length, dtype, device] = mask.masked_fill_(columns > length + rows, -torch.inf)
+        return self._masks[length, dtype, device]
+
 
 def _pieces(begins: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yields the documents between two positions: where each begins, and its first and last position between them."""
@@ -223,18 +243,6 @@ def _pieces(begins: Sequence[int], start: int, end: int) -> Iterator[tuple[int, 
         first, last = max(begin, start), min(following, end)
         if first < last:
             yield begin, first, last
-
-
-@lru_cache(maxsize=4)
-def _triangle(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the mask of `ROWS` queries: column length + i is the last that row i sees. (ROWS, length + ROWS)
-
-    Every mask of fewer keys is a part of its columns, and takes no memory of its own.
-    """
-    rows = torch.arange(ROWS, device=device)[:, None]
-    columns = torch.arange(length + ROWS, device=device)[None, :]
-    mask = torch.zeros(ROWS, length + ROWS, dtype=dtype, device=device)
-    return mask.masked_fill_(columns > length + rows, -torch.inf)
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -284,6 +292,15 @@ def collect(share: SequenceShare, group: dist.ProcessGroup, key: Tensor, value: 
     return share.join(keys, -2), share.join(values, -2)
 
 
+class _View(NamedTuple):
+    """Keys (0) or values (1) of the whole sequence that autograd has saved, or a part of them."""
+
+    which: int
+    shape: Any
+    stride: Any
+    offset: Any
+
+
 class _Gathered:
     """Keys and values of the whole sequence, which backward collects again in place of keeping them.
 
@@ -298,6 +315,8 @@ class _Gathered:
         self._share, self._group, self._own = share, group, (key, value)
         self._whole: tuple[Tensor, Tensor] | None = None
         self._kept, self._used = 0, 0
+        self._others: Any = None
+        """The functions that save tensors outside of the block, and return them; None for autograd's own."""
 
     def collect(self) -> tuple[Tensor, Tensor]:
         self._whole = _Collect.apply(self._share, self._group, *self._own)  # type: ignore[no-untyped-call]
@@ -306,8 +325,13 @@ class _Gathered:
     @contextmanager
     def collected_again_in_backward(self) -> Iterator[None]:
         """Within the block, what autograd saves of the keys and values becomes a reference to this object."""
-        # Activation checkpointing saves nothing here, and repeats the whole block in backward.
-        if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if torch.compiler.is_compiling():
+            yield
+            return
+        # Others may keep tensors elsewhere, such as on the CPU. Activation checkpointing keeps none, and repeats the
+        # whole block in backward.
+        self._others = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if self._others is not None and self._others[0].__module__ == "torch.utils.checkpoint":
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -318,17 +342,16 @@ class _Gathered:
         for index, whole in enumerate(self._whole or ()):
             if tensor.untyped_storage()._cdata == whole.untyped_storage()._cdata:
                 self._kept += 1
-                return index, tensor.shape, tensor.stride(), tensor.storage_offset()
-        return tensor
+                return _View(index, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return tensor if self._others is None else self._others[0](tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+        if not isinstance(packed, _View):
+            return packed if self._others is None else self._others[1](packed)  # type: ignore[no-any-return]
         if self._whole is None:
             with torch.no_grad():
                 self._whole = collect(self._share, self._group, *self._own)
-        index, *view = packed
-        tensor = self._whole[index].as_strided(*view)
+        tensor = self._whole[packed.which].as_strided(packed.shape, packed.stride, packed.offset)
         self._used += 1
         if self._used % self._kept == 0:
             # Every part has been read. A second backward collects once more.

@@ -54,6 +54,7 @@ class ContextParallel:
         shifts = self._transformer is not None and _shifts(self._transformer)
         is_transformer = self._transformer is not None
         self._cut = SequenceCut(group, dimensions, padding, strategy.layout.tp, is_transformer, shifts)
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
         self._is_rehearsed = False
         self.is_rehearsing = False
         """True during the rehearsal, which leaves no trace."""
@@ -72,7 +73,7 @@ class ContextParallel:
     def running(self, part: SequencePart) -> Iterator[None]:
         """The context of a step on a part of a batch, forward and backward."""
         with ExitStack() as stack:
-            stack.enter_context(SequenceAttention(part, self._method, self._group).running())
+            stack.enter_context(SequenceAttention(part, self._method, self._group, self._masks).running())
             if self._transformer is not None:
                 stack.enter_context(_without_masks(part))
             yield
@@ -88,24 +89,27 @@ class ContextParallel:
         return loss * self._size, self._total[1]
 
     def _summed(self, loss: Tensor, num_items: Tensor | float | None) -> tuple[Tensor, Tensor]:
-        if num_items is None:
+        self._check_items(num_items)
+        device = self._strategy.root_device
+        numbers = torch.zeros(2, dtype=widest_float(device), device=device)
+        numbers[0] += loss.detach().reshape(())
+        numbers[1] += num_items.detach().reshape(()) if isinstance(num_items, Tensor) else num_items  # type: ignore[arg-type, operator]
+        self.weight = numbers[1].clone()
+        dist.all_reduce(numbers, group=self._group)
+        return numbers[0].to(loss.dtype), numbers[1]
+
+    def _check_items(self, found: object) -> None:
+        if found is None:
             raise ConfigurationError(
                 f"context parallelism needs losses by items: each of its {self._size} ranks has other tokens, and the "
                 "mean over its own is no part of the mean over all of them. Return {'loss': the sum over the tokens, "
                 "'num_items': their number} from training_step."
             )
-        device = self._strategy.root_device
-        numbers = torch.zeros(2, dtype=widest_float(device), device=device)
-        numbers[0] += loss.detach().reshape(())
-        numbers[1] += num_items.detach().reshape(()) if isinstance(num_items, Tensor) else num_items
-        self.weight = numbers[1].clone()
-        dist.all_reduce(numbers, group=self._group)
-        return numbers[0].to(loss.dtype), numbers[1]
 
     def trained(self, outputs: Any) -> Any:
         """Returns the outputs of a training step with the loss and the items of the whole sequence."""
-        if self._total is None:
-            return outputs
+        self._check_items(self._total)
+        assert self._total is not None
         (loss, items), self._total = self._total, None
         return {**outputs, "loss": loss, "num_items": items}
 

@@ -150,7 +150,8 @@ class SequenceCut:
         Raises:
             ConfigurationError: if the batch has no known sequence, or its sequences differ in length.
         """
-        entries = self._completed(dict(_entries(batch)))
+        given = dict(_entries(batch))
+        entries = self._completed(given)
         length = self._length(entries)
         if limit is not None and limit < length:
             entries, length = self._map(entries, lambda key, whole, dim: whole.narrow(dim, 0, limit)), limit
@@ -162,17 +163,19 @@ class SequenceCut:
         keys = self._keys(entries)
         pads_at_end = keys is not None and bool((keys[:, 1:] <= keys[:, :-1]).all())
         parts = self._map(entries, lambda key, whole, dim: share.cut(whole, dim))
-        return SequencePart(_rebuilt(batch, parts), share, keys, pads_at_end, self._documents(entries))
+        documents = self._documents(entries) if "position_ids" in given else None
+        return SequencePart(_rebuilt(batch, parts), share, keys, pads_at_end, documents)
 
     def narrowed(self, batch: Any, limit: int) -> Any:
         """Returns the whole batch with the first positions only, as one process would train on it."""
         entries = self._completed(dict(_entries(batch)))
         return _rebuilt(batch, self._map(entries, lambda key, whole, dim: whole.narrow(dim, 0, limit).contiguous()))
 
-    def _completed(self, entries: dict[Key, Any]) -> dict[Key, Any]:
+    def _completed(self, entries: Mapping[Key, Any]) -> Mapping[Key, Any]:
         """Adds the positions and the shifted labels that a model could not make from a part of the sequence."""
         if not self._is_transformer:
             return entries
+        entries = dict(entries)
         tokens = entries.get("input_ids", entries.get("inputs_embeds"))
         if isinstance(tokens, Tensor) and "position_ids" not in entries:
             rows, length = tokens.shape[:2]
