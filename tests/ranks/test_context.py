@@ -157,7 +157,8 @@ def llama(sizes: dict[str, int] | None) -> list[tuple[list[float], dict[str, Any
     found = []
     for kind in ("whole", "right", "left", "packed"):
         for method in ("gather", "ulysses") if sizes else ("gather",):
-            strategy: Any = MeshStrategy(**sizes, cp_method=method) if sizes else "single_device"  # type: ignore[arg-type]
+            chosen: dict[str, Any] = {**(sizes or {}), "cp_method": method}
+            strategy: Any = MeshStrategy(**chosen) if sizes else "single_device"
             losses = Losses()
             options: dict[str, Any] = {**QUIET, "max_epochs": 1, "precision": "64-true", "callbacks": [losses]}
             trainer = Trainer(strategy=strategy, **options)

@@ -93,7 +93,8 @@ class ContextParallel:
         device = self._strategy.root_device
         numbers = torch.zeros(2, dtype=widest_float(device), device=device)
         numbers[0] += loss.detach().reshape(())
-        numbers[1] += num_items.detach().reshape(()) if isinstance(num_items, Tensor) else num_items  # type: ignore[arg-type, operator]
+        items: Any = num_items
+        numbers[1] += items.detach().reshape(()) if isinstance(items, Tensor) else items
         self.weight = numbers[1].clone()
         dist.all_reduce(numbers, group=self._group)
         return numbers[0].to(loss.dtype), numbers[1]
