@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from leyden.strategies.ddp import DDPStrategy as DDPStrategy
     from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy as FSDPStrategy
+    from leyden.strategies.mesh.balance import balance_loss as balance_loss
     from leyden.strategies.mesh.context.attention import sequence_positions as sequence_positions
     from leyden.strategies.mesh.mesh_strategy import MeshStrategy as MeshStrategy
     from leyden.strategies.mesh.model_parallel import ModelParallelStrategy as ModelParallelStrategy
@@ -70,6 +71,7 @@ _HOMES = {
     "XLADDPStrategy": "leyden.strategies.xla.ddp",
     "XLAFSDPStrategy": "leyden.strategies.xla.xla_strategy",
     "XLAStrategy": "leyden.strategies.xla.xla_strategy",
+    "balance_loss": "leyden.strategies.mesh.balance",
 }
 
 DDP = ("leyden.strategies.ddp", "DDPStrategy")

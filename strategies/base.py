@@ -174,6 +174,8 @@ class Strategy:
     """True for an engine that trains one model with one optimizer. Other models are only moved to the device."""
     replicates: bool = True
     """True if every rank holds the whole model. Evaluation calls the bare module, and ranks without samples stop."""
+    is_filling: bool = False
+    """True while a rank without a sample trains on a batch that counts for nothing."""
     exchanges_late: bool = False
     """True if `sync_gradients` can exchange all gradients of a window, so that no pass waits for another rank."""
     before_forward: Callable[[Window], None] | None = None

@@ -27,6 +27,7 @@ from leyden.strategies.fsdp.options import ShardRecord, offload_of, policy_of
 from leyden.strategies.fsdp.policy import WrapPolicy, choose
 from leyden.strategies.fsdp.restart import note_unfrozen, restart, restore_unreduced, unreduced_gradients
 from leyden.strategies.fsdp.sharding import (
+    Apart,
     ReplacedParameters,
     Sharding,
     check_sharded,
@@ -279,7 +280,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     ) -> None:
         """Shards a module that no earlier run has sharded."""
         self._check_unshared(module)
-        settings, split = self.settings, self.split_for(module, ignored)
+        settings, split, apart = self.settings, self.split_for(module, ignored), self.apart_in(module)
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         self._values.remember(module)
@@ -299,6 +300,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         checkpointed = checkpoint_activations(module, groups if recomputed is True else recomputed)
         if settings["compile"]:
             compile_blocks(module, groups, {} if settings["compile"] is True else settings["compile"])
+        groups.names[:] = [*apart, *(name for name in groups.names if name not in apart)]
         old_parameters = self._replaced.before(module)
         parts = [module.get_submodule(name) for name in groups.names]
         sharding = Sharding(
@@ -312,6 +314,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             values=self._values,
             before=self.precision.before_sharding,
             split=split,
+            apart={module.get_submodule(name): own for name, own in apart.items()},
             source=self.ranks.host_group if settings["sync_module_states"] and self.ranks.world_size > 1 else None,
         )
         sharding.keep_whole(module, shared)
@@ -353,6 +356,10 @@ class FSDPStrategy(ProcessGroupStrategy):
     def split_for(self, module: nn.Module, ignored: set[nn.Parameter]) -> Callable[[list[Slot]], None] | None:
         """Returns a function that splits each group's layers before sharding and may extend `ignored`; None to skip."""
         return None
+
+    def apart_in(self, module: nn.Module) -> dict[str, Apart]:
+        """Returns the modules that are sharded over a mesh of their own, by name."""
+        return {}
 
     def _reshard(self) -> None:
         """Frees parameters that a forward without backward left gathered, so `parameters()` returns shards again."""
@@ -435,7 +442,11 @@ class FSDPStrategy(ProcessGroupStrategy):
                 "larger data set, a smaller batch_size or fewer ranks."
             )
         self._follow_window(window)
-        zero = zeroed(read_loss(self.forward(step_fn, filler, extra))[0])
+        self.is_filling = True
+        try:
+            zero = zeroed(read_loss(self.forward(step_fn, filler, extra))[0])
+        finally:
+            self.is_filling = False
         shadow_items(self, window)
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from leyden.core.errors import ConfigurationError
 from leyden.strategies.fsdp.values import Slot, Values, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How a module is sharded whose parts are on other ranks than those of the model around it.
+
+    Attributes:
+        mesh: the mesh over which this rank's part is sharded.
+        split: replaces the module's parameters by DTensors with this rank's part, once every rank has their values.
+        dimension: the dimension along which a parameter is sharded; the first one if None.
+    """
+
+    mesh: DeviceMesh
+    split: Callable[[nn.Module], None]
+    dimension: Callable[[nn.Parameter], Shard] | None = None
 
 
 @dataclass(slots=True)
@@ -38,6 +53,7 @@ class Sharding:
         before: called with a module and a parameter name, once the parameter has its values and before it is sharded.
         split: splits the layers of a group over another mesh dimension, once every rank has their values. Adds to
             `ignored` the parameters that other ranks hold.
+        apart: the modules that are sharded over a mesh of their own.
         kept_whole: parameters that stay unsharded: 0-d ones, and those that several roots share.
     """
 
@@ -51,6 +67,7 @@ class Sharding:
     values: Values = field(default_factory=Values)
     before: Callable[[nn.Module, str], None] | None = None
     split: Callable[[list[Slot]], None] | None = None
+    apart: Mapping[nn.Module, Apart] = field(default_factory=dict)
 
     kept_whole: set[nn.Parameter] = field(default_factory=set)
     _seen: set[Slot] = field(default_factory=set)
@@ -70,6 +87,9 @@ class Sharding:
         for module, name in slots:
             if self.before is not None and name in module._parameters:
                 self.before(module, name)
+        own = self.apart.get(part)
+        if own is not None:
+            own.split(part)
         if self.split is not None:
             self.split(slots)
         if self._is_held_elsewhere(part):
@@ -86,11 +106,12 @@ class Sharding:
             return
         fully_shard(
             part,
-            mesh=self.mesh,
+            mesh=self.mesh if own is None else own.mesh,
             reshard_after_forward=self.reshard,
             mp_policy=self.policy,
             offload_policy=self.offload,
             ignored_params=self.ignored or None,
+            shard_placement_fn=None if own is None else own.dimension,  # type: ignore[arg-type]
         )
 
     def _keep_scalars(self, slots: list[Slot]) -> None:

@@ -19,7 +19,7 @@ GATE_AND_UP = 2
 """The number of matrices stacked in a packed weight. Each is split separately."""
 
 
-def split_of(word: str, parameter: Tensor) -> Placement:
+def split_of(word: str, parameter: Any) -> Placement:
     """Returns the placement of a single weight (…, outputs, inputs), from the plan's word for it."""
     outputs = parameter.ndim - 2
     if word == "packed_colwise":
@@ -42,7 +42,7 @@ class Experts(Style):
     splits: Mapping[str, str] = field(default_factory=dict)
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        return {name: split_of(word, module.get_parameter(name)) for name, word in self.splits.items()}
+        return {name: split_of(word, module._parameters[name]) for name, word in self.splits.items()}
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
@@ -109,7 +109,7 @@ def check_split(name: str, owner: nn.Module, word: object, owner_style: object) 
     """
     if not isinstance(word, str) or word not in SPLITS:
         raise ConfigurationError(f"the plan makes the parameter {name!r} {word!r}. {nearest(str(word), SPLITS)}")
-    if owner_style != "experts":
+    if owner_style not in ("experts", "expert_parallel"):
         module = name.rpartition(".")[0]
         raise ConfigurationError(
             f"the plan splits the parameter {name!r} of {kind_of(owner)}, and nothing sums the ranks' partial outputs: "

@@ -25,6 +25,7 @@ class Layout:
         tp: ranks over which layers are split. They share their batches.
         pp: ranks over which the model's blocks are divided, as stages of a pipeline. They share their batches.
         cp: ranks over which the sequences of a batch are divided. They share their batches, and shard the model too.
+        ep: ranks over which experts are divided. It is a part of dp_shard × cp, not a factor of the product.
 
     Raises:
         ConfigurationError: for an invalid size; names the dimension.
@@ -40,8 +41,16 @@ class Layout:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
+        if type(self.ep) is not int or self.ep < 1:
+            raise ConfigurationError(f"ep={self.ep!r}: use a number of ranks from 1.")
+        if self.ep > 1 and self.pp > 1:
+            raise ConfigurationError(
+                f"ep={self.ep} with pp={self.pp}: a pipeline rehearses new shapes on its own ranks only, and experts "
+                "exchange tokens over all data ranks. Use ep without pp, or pp with tp and a plan of 'experts'."
+            )
         for name, size in self.sizes.items():
             if type(size) is not int or (size < 1 and size != -1):
                 raise ConfigurationError(f"{name}={size!r}: use a number of ranks from 1, or -1 to fill the world.")
@@ -50,8 +59,8 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by dimension name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Sizes of the dimensions whose product is the number of ranks, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "ep"}
 
     @property
     def open(self) -> list[str]:
@@ -84,13 +93,36 @@ class Layout:
         """
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         if not self.open and fixed == world:
-            return self
+            return self._checked()
         if self.open and world % fixed == 0:
-            return replace(self, **{self.open[0]: world // fixed})
+            return replace(self, **{self.open[0]: world // fixed})._checked()
         named = ", ".join(f"{name}={size}" for name, size in self.sizes.items() if size != 1)
         raise ConfigurationError(
             f"a mesh of {named} does not match {world} rank{'s'[: world != 1]}: {_nearest(self, world)}."
         )
+
+    def _checked(self) -> Layout:
+        """Returns this layout after checking that ep divides the ranks over which a replica is sharded."""
+        if self.shards % self.ep:
+            copies = f" (dp_replicate={self.dp_replicate} copies experts)" if self.dp_replicate > 1 else ""
+            parts = f"dp_shard={self.dp_shard}" + (f" × cp={self.cp}" if self.cp > 1 else "")
+            raise ConfigurationError(
+                f"ep={self.ep} does not divide {parts}{copies}: experts are divided over ranks that shard the model. "
+                f"Choose a dp_shard that is a multiple of {self.ep}, or another ep."
+            )
+        return self
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that shard a replica: those of dp_shard, and of cp."""
+        return self.dp_shard * self.cp
+
+    @property
+    def expert_dimensions(self) -> dict[str, int]:
+        """The sizes of the DeviceMesh of experts: dp_shard × cp is divided into expert_shard and ep."""
+        outer = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
+        inner = {"tp": self.tp} if self.tp > 1 else {}
+        return {**outer, "expert_shard": self.shards // self.ep, "ep": self.ep, **inner}
 
     @property
     def dimensions(self) -> dict[str, int]:
@@ -103,7 +135,7 @@ class Layout:
     @property
     def with_shards_along_cp(self) -> dict[str, int]:
         """Like `dimensions`, with `dp_shard_cp` in place of dp_shard and cp: the ranks that shard a replica."""
-        sizes = {**self.dimensions, "dp_shard_cp": self.dp_shard * self.cp}
+        sizes = {**self.dimensions, "dp_shard_cp": self.shards}
         return {name: sizes[name] for name in ("pp", "dp_replicate", "dp_shard_cp", "tp") if name in sizes}
 
     def _is_in_mesh(self, name: str) -> bool:
@@ -111,7 +143,8 @@ class Layout:
         return self.sizes[name] > 1 or (name == "dp_shard" and needs_shards)
 
     def __str__(self) -> str:
-        return " × ".join(f"{name} {self.sizes[name]}" for name in ORDER if self.sizes[name] > 1) or "1 rank"
+        sizes = " × ".join(f"{name} {self.sizes[name]}" for name in ORDER if self.sizes[name] > 1) or "1 rank"
+        return f"{sizes} (experts over ep {self.ep})" if self.ep > 1 else sizes
 
 
 def _nearest(layout: Layout, world: int) -> str:

@@ -23,13 +23,14 @@ from leyden.strategies.base import ClipAlgorithm, Refused, RunSettings, Strategy
 from leyden.strategies.fsdp.fsdp_strategy import MIXED, FSDPStrategy
 from leyden.strategies.fsdp.options import offload_of
 from leyden.strategies.fsdp.policy import WrapPolicy, choose
-from leyden.strategies.fsdp.sharding import whole
+from leyden.strategies.fsdp.sharding import Apart, whole
 from leyden.strategies.fsdp.values import Slot
 from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.mesh.consistency import check_batch, check_replicated_gradients, is_sampled, sum_partial
 from leyden.strategies.mesh.context.attention import METHODS, Method
 from leyden.strategies.mesh.context.context_parallel import MANUAL, ContextParallel
 from leyden.strategies.mesh.context.sequence import Key
+from leyden.strategies.mesh.expert_parallel import WORD, ExpertParallel, check_router_loss
 from leyden.strategies.mesh.layout import ORDER, Layout
 from leyden.strategies.mesh.outputs import MeshOutputs
 from leyden.strategies.mesh.pipeline.absent import OVERLAPS, AbsentParameter, check_optimizers
@@ -68,6 +69,8 @@ class MeshStrategy(FSDPStrategy):
         sequence_dims: the dimension of the sequence in each tensor of a batch, by key or index; None for tensors that
             every rank keeps whole. Names of `transformers` (`input_ids`, `labels`, …) are known.
         sequence_padding: what fills up sequences that 2 · cp · tp does not divide, by the same keys.
+        ep: ranks over which experts are divided: each holds some experts whole, and tokens travel to them. It divides
+            dp_shard × cp.
         plan: the layers to split and how, as pattern → style (see `Plan`). If omitted, the module's `parallel_plan()`
             or the `tp_plan` of a `transformers` model in it.
         schedule: order in which a pipeline runs its micro-batches, by torch's name: "GPipe", "1F1B",
@@ -104,6 +107,7 @@ class MeshStrategy(FSDPStrategy):
         cp_method: Method = "gather",
         sequence_dims: Mapping[Key, int | None] | None = None,
         sequence_padding: Mapping[Key, float] | None = None,
+        ep: int = 1,
         plan: Plan | PlanLike | None = None,
         schedule: str = "1F1B",
         microbatches: int | None = None,
@@ -151,11 +155,13 @@ class MeshStrategy(FSDPStrategy):
             self.settings["reshard_after_forward"] = False
         self.name = "mesh"
         self._splits_by_machine = tp == "auto"
-        self.layout = Layout(dp_replicate, dp_shard, 1 if tp == "auto" else tp, pp, cp)
+        self.layout = Layout(dp_replicate, dp_shard, 1 if tp == "auto" else tp, pp, cp, ep)
         self.mesh: DeviceMesh | None = None
         """The mesh of all ranks, with named dimensions; None until the process group exists."""
         self.context_mesh: DeviceMesh | None = None
         """The dimension over which sequences are divided; None without cp."""
+        self._expert_mesh: DeviceMesh | None = None
+        """The same ranks, with those that shard a replica divided into expert_shard and ep; None without ep."""
         self._plan = plan if isinstance(plan, Plan) or plan is None else Plan(plan)
         self._tensor_parallel: list[TensorParallel] = []
         """The plan of each module with split layers; empty without tp."""
@@ -262,6 +268,11 @@ class MeshStrategy(FSDPStrategy):
             dimensions = self.layout.with_shards_along_cp
             names = tuple(name for name in (*DATA, "dp_shard_cp") if name in dimensions)
         self.mesh = self.ranks.mesh(dimensions, joined=(names[-1], "tp") if names and self.layout.tp > 1 else ())
+        if self.layout.ep > 1:
+            sizes = self.layout.expert_dimensions
+            # The norm of gradients is reduced over the first two, and over tp too if it splits experts.
+            for joined in (("expert_shard", "ep"), ("expert_shard", "ep", "tp"))[: 1 + ("tp" in sizes)]:
+                self._expert_mesh = self.ranks.mesh(sizes, joined)
         return self.mesh[names] if names else None
 
     @property
@@ -340,6 +351,27 @@ class MeshStrategy(FSDPStrategy):
 
         return split
 
+    def apart_in(self, module: nn.Module) -> dict[str, Apart]:
+        if self.layout.ep == 1:
+            return {}
+        mesh = self._expert_mesh
+        assert mesh is not None
+        names = mesh.mesh_dim_names or ()
+        held, shards = (tuple(n for n in names if (n in ("ep", "tp")) is inner) for inner in (True, False))
+        plan = self._plan or plan_of(module, divides_experts=True)
+        found = {} if plan is None else plan.experts(module)
+        if not found:
+            raise ConfigurationError(
+                f"ep={self.layout.ep} needs a plan of the experts: pass MeshStrategy(plan={{pattern: '{WORD}'}}), or "
+                "define parallel_plan() on the module. The pattern names a module whose parameters have the experts as "
+                "their first dimension."
+            )
+        check_router_loss(module)
+        return {
+            name: ExpertParallel(name, module.get_submodule(name), mesh[held], mesh[shards], inner).apart()
+            for name, inner in found.items()
+        }
+
     def _hold(self, module: nn.Module, ignored: set[nn.Parameter]) -> Holdings:
         """Decides which parts of a module, still whole, the stages of this rank hold.
 
@@ -391,7 +423,7 @@ class MeshStrategy(FSDPStrategy):
                 )
             check_loaded(module, self.tensor_mesh)
             return Plan({})
-        plan = self._plan or plan_of(module)
+        plan = self._plan or plan_of(module, self.layout.ep > 1)
         if plan is None:
             raise ConfigurationError(
                 f"tp={self.layout.tp} needs a plan of the layers to split: pass MeshStrategy(plan={{pattern: style}}), "

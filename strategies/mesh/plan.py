@@ -18,7 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.rank_zero import warn
 from leyden.strategies.mesh.adapters import with_adapters
-from leyden.strategies.mesh.experts import SPLITS, Experts, check_experts, check_split
+from leyden.strategies.mesh.expert_parallel import WORD
+from leyden.strategies.mesh.experts import SPLITS, Experts, check_experts, check_split, split_of
 from leyden.strategies.mesh.local_views import LocalViews
 from leyden.strategies.mesh.plan_checks import check_counted, check_layer, check_tied, check_whole, pattern_of
 from leyden.strategies.mesh.rng import TensorParallelRNG
@@ -51,6 +52,7 @@ STYLES: dict[str, tuple[type[Style], dict[str, Any]]] = {
     "heads": (Heads, {}),
     "rowwise_split_input": (Rowwise, {"takes_whole": True}),
     "experts": (Experts, {}),
+    "expert_parallel": (Experts, {}),
 }
 """Style words of a plan → the class and arguments of the style."""
 OF_TRANSFORMERS = {
@@ -62,6 +64,7 @@ OF_TRANSFORMERS = {
     "sequence_parallel": "sequence",
     "replicated_with_grad_allreduce": "replicate_sum",
     "moe_tp_experts": "experts",
+    "ep_dispatch_experts": "expert_parallel",
 }
 """Style words of `transformers` plans → Leyden's."""
 UNSUPPORTED = {
@@ -70,8 +73,7 @@ UNSUPPORTED = {
     "local_params": "for parameters that belong to no submodule",
     "all_reduce": "for modules that reduce their own outputs",
     "moe_identity_expert": "for experts without weights",
-    "grouped_gemm": "for expert parallelism",
-    "ep_dispatch_experts": "for expert parallelism",
+    "grouped_gemm": "for the single weights of experts, which 'expert_parallel' for their module divides",
 }
 """Styles of `transformers` that this version does not support → their purpose."""
 
@@ -130,6 +132,16 @@ class Plan:
             found |= dict.fromkeys(own, self._word(style))
         return with_adapters(found, dict(root.named_modules()))
 
+    def experts(self, root: nn.Module) -> dict[str, dict[str, Placement]]:
+        """Returns the modules that are 'expert_parallel': name → the placements of its parameters over `tp`."""
+        matched, modules = self.matched(root), dict(root.named_modules())
+        splits: dict[str, dict[str, Placement]] = {name: {} for name, style in matched.items() if style == WORD}
+        for name, word in matched.items():
+            owner, _, parameter = name.rpartition(".")
+            if name not in modules and owner in splits:
+                splits[owner][parameter] = split_of(str(word), modules[owner]._parameters[parameter])
+        return splits
+
 
 def _names(root: nn.Module) -> tuple[list[str], list[str]]:
     """Returns the names of a model's modules, and those of its parameters."""
@@ -149,11 +161,15 @@ def is_split(root: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 
-def plan_of(root: nn.Module) -> Plan | None:
+def plan_of(root: nn.Module, divides_experts: bool = False) -> Plan | None:
     """Returns the plan that a module defines: its `parallel_plan()`, or those of its submodules; None if none does.
 
     A `transformers` model defines its plan as `tp_plan`, for all models of its class. Patterns without a match in this
     model are dropped.
+
+    Args:
+        root: the module.
+        divides_experts: makes the experts of a `transformers` model 'expert_parallel'.
     """
     entries: dict[str, Any] = {}
     planned: list[str] = []
@@ -161,17 +177,21 @@ def plan_of(root: nn.Module) -> Plan | None:
         if any(name.startswith(f"{outer}.") or not outer for outer in planned):
             continue
         parallel_plan: Any = getattr(module, "parallel_plan", None)
-        found = parallel_plan() if callable(parallel_plan) else _transformers_plan(module)
+        found = parallel_plan() if callable(parallel_plan) else _transformers_plan(module, divides_experts)
         if isinstance(found, Mapping) and found:
             planned.append(name)
             entries |= {f"{name}.{pattern}" if name else pattern: style for pattern, style in found.items()}
     return Plan(entries) if entries else None
 
 
-def _transformers_plan(model: nn.Module) -> dict[str, str]:
+def _transformers_plan(model: nn.Module, divides_experts: bool) -> dict[str, str]:
     found: Any = getattr(model, "tp_plan", None)
     if not isinstance(found, Mapping):
         return {}
+    if divides_experts:
+        own = {**found, **(getattr(model, "ep_plan", None) or {})}
+        experts = [p for p, style in own.items() if style in ("moe_tp_experts", "ep_dispatch_experts")]
+        found = {**found, **dict.fromkeys(experts, "expert_parallel")}
     modules, parameters = _names(model)
     return {pattern: style for pattern, style in found.items() if _matching(pattern, (*modules, *parameters))}
 
@@ -232,6 +252,8 @@ class TensorParallel:
             owner, _, parameter = name.rpartition(".")
             word = check_split(name, modules[owner], matched.pop(name), matched.get(owner))
             splits.setdefault(owner, {})[parameter] = word
+        # Without words for their parameters, experts are whole on every rank of a tp group.
+        matched = {name: style for name, style in matched.items() if style != WORD or name in splits}
         styles = {name: self._style(name, style, splits.get(name, {})) for name, style in matched.items()}
         self._styles |= {modules[name]: style for name, style in styles.items()}
         for name, style in styles.items():
@@ -318,7 +340,9 @@ class TensorParallel:
         gradient = grad_placement(style if isinstance(style, Style) else None)
         for name, parameter in unsplit.items():
             module._parameters[name] = placed(parameter, self.mesh, Replicate())
-        if isinstance(style, Experts):
+        split: list[Any] = [p for p in module._parameters.values() if isinstance(p, DTensor)]
+        # Experts that are divided over `ep` too are on a larger mesh, and have views of their own.
+        if isinstance(style, Experts) and all(part.device_mesh == self.mesh for part in split):
             self._views.add(module, style.placements(module))
         # Without a style, hand-written code may have split some of the parameters; its own hooks read those.
         names = list(unsplit) if style is None else [name for name, p in module._parameters.items() if p is not None]

@@ -252,9 +252,15 @@ def heads_of(module: nn.Module) -> dict[str, int]:
     return {name: vars(module)[name] for name in HEADS if type(vars(module).get(name)) is int}
 
 
-def placed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Returns a DTensor parameter with this rank's part of a whole parameter, without communication."""
-    distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+def placed(parameter: nn.Parameter, mesh: DeviceMesh, *placements: Placement) -> nn.Parameter:
+    """Returns a DTensor parameter with this rank's part of a whole parameter, without communication.
+
+    Args:
+        parameter: the whole parameter.
+        mesh: the ranks over which it is split.
+        *placements: one placement for each dimension of the mesh.
+    """
+    distributed = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
     new = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     return new

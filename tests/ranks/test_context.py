@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from hf_models import make_model
 from models import QUIET
+from ranks import mixture
 from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN, data
 from ranks.world import run_world
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
@@ -148,6 +149,41 @@ def check(rank: dict[str, Any], single: dict[str, Any], tolerance: float, has_al
 def check_weights(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
     for name, value in expected["weights"].items():
         assert abs(found["weights"][name] - value).max() < tolerance, name
+
+
+class Mixed(nn.Module):
+    """A router and its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(mixture.WIDTH, 4, bias=False)
+        self.experts = mixture.Experts(4, has_bias=True, scales_inputs=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, index = self.router(tokens).softmax(-1).topk(2)
+        mixed: Tensor = self.experts(tokens, index, weights)
+        return mixed.view_as(x)
+
+
+def mix(sizes: dict[str, int] | None) -> tuple[list[float], dict[str, Any]]:
+    torch.manual_seed(0)
+    module = LongGPT(counts_items=True, width=mixture.WIDTH)
+    for block in module.blocks:
+        block.up, block.down = nn.Identity(), Mixed()  # type: ignore[assignment]
+    plan = {"blocks.*.down.experts": "expert_parallel"}
+    strategy: Any = MeshStrategy(**sizes, plan=plan, sequence_dims={0: 1, 1: 1}) if sizes else "single_device"  # type: ignore[arg-type]
+    trainer = Trainer(strategy=strategy, max_epochs=1, precision="64-true", gradient_clip_val=1.0, **QUIET)
+    trainer.fit(module, DataLoader(data(16), GLOBAL_BATCH))
+    state = trainer.strategy.full_state_dict(module, rank0_only=False)
+    return module.losses, {name: tensor.numpy() for name, tensor in state.items()}
+
+
+def test_experts_are_divided_over_the_ranks_that_divide_sequences() -> None:
+    losses, weights = mix(None)
+    for own, found in run_world(2, mix, {"dp_shard": 1, "cp": 2, "ep": 2}):
+        assert own == pytest.approx(losses, rel=1e-9)
+        check_weights({"weights": found}, {"weights": weights}, 1e-9)
 
 
 def llama(sizes: dict[str, int] | None) -> list[tuple[list[float], dict[str, Any], dict[str, float]]]:

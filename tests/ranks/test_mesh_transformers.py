@@ -55,6 +55,14 @@ def qwen(**changes: Any) -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 8, **changes}))
 
 
+def mixed_qwen(**changes: Any) -> nn.Module:
+    """A mixture of experts whose first layer is dense."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    own = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SHAPE, **own, "mlp_only_layers": [0], **changes}))
+
+
 class Adapted(nn.Module):
     """A frozen linear layer with LoRA, under peft's names."""
 
@@ -78,7 +86,13 @@ def adapted() -> nn.Module:
     return model
 
 
-MODELS: dict[str, Any] = {"adapted": adapted, "llama": llama, "mixtral": mixtral, "qwen": qwen}
+MODELS: dict[str, Any] = {
+    "adapted": adapted,
+    "llama": llama,
+    "mixtral": mixtral,
+    "mixed qwen": mixed_qwen,
+    "qwen": qwen,
+}
 
 
 class Causal(TrainModule):
@@ -193,6 +207,26 @@ def test_models_split_by_their_own_plans_train_like_one_process() -> None:
             check_like_one_process(rank[name], expected, name)
             # Norms, routers and half of the adapters are whole on each rank.
             assert rank[name]["bytes"] < expected["bytes"] / 2 + whole, name
+
+
+DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts in groups": ("mixtral", {"experts_implementation": "grouped_mm"}),
+    "experts one by one": ("mixtral", {"experts_implementation": "eager", "recomputes": True}),
+    "some dense layers": ("mixed qwen", {"late": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"ep": 2}, *(pytest.param(s, marks=pytest.mark.full) for s in ({"dp_shard": 4, "ep": 2}, {"ep": 2, "tp": 2}))],
+    ids=str,
+)
+def test_experts_divided_by_their_own_plan_train_like_one_process(sizes: dict[str, int]) -> None:
+    single = train_all(None, DIVIDED)
+    for rank in run_world(2 if sizes == {"ep": 2} else 4, train_all, sizes, DIVIDED):
+        for name, expected in single.items():
+            # Losses of data ranks are those of their own samples; the weights follow from all of them.
+            check_like_one_process({**rank[name], "is another stage": True}, expected, name)
 
 
 PIPELINED = {name: case for name, case in CASES.items() if name != "experts"}

@@ -17,8 +17,11 @@ MESH = ("dp_replicate", "dp_shard", "tp", "pp")
 """The dimensions of a mesh that a launch supports."""
 STAGES = (1, 2, 3)
 """ZeRO stages that have a strategy name of their own."""
-ABSENT = {"cp": "context", "ep": "expert"}
-"""Megatron-LM's dimensions that Leyden's mesh lacks."""
+ABSENT = {
+    "cp": "context parallelism is not part of this version. Leave it out.",
+    "ep": "this section cannot divide experts. Leave it out, and use MeshStrategy(ep=…) in the script instead.",
+}
+"""Megatron-LM's dimensions that a launch does not set → the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +157,9 @@ def _megatron(settings: Settings, ranks: int) -> StrategyChoice:
     """
     section = settings.section("megatron_lm_config")
     degrees = {name: int(section.get(f"megatron_lm_{name}_degree") or 1) for name in ("tp", "pp", *ABSENT)}
-    for name, kind in ABSENT.items():
+    for name, reason in ABSENT.items():
         if degrees[name] > 1:
-            raise ConfigurationError(
-                f"megatron_lm_{name}_degree: {degrees[name]}: {kind} parallelism is not part of this version. Leave it "
-                "out."
-            )
+            raise ConfigurationError(f"megatron_lm_{name}_degree: {degrees[name]}: {reason}")
     model = degrees["tp"] * degrees["pp"]
     if ranks % model:
         raise ConfigurationError(

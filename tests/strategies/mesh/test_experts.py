@@ -49,7 +49,7 @@ def test_parameters_are_split_only_in_modules_of_experts() -> None:
         check_split("mlp.up", Mixture(), "sequence", owner_style="experts")
 
 
-@pytest.mark.parametrize("style", ["mla_kv_a_proj", "packed_rowwise", "local_params", "ep_dispatch_experts"])
+@pytest.mark.parametrize("style", ["mla_kv_a_proj", "packed_rowwise", "local_params", "grouped_gemm"])
 def test_unsupported_transformers_styles_are_refused(style: str) -> None:
     with pytest.raises(ConfigurationError, match=f"the style '{style}' of transformers, for .* with tp=1"):
         Plan({"layers.*.attention": style})

@@ -1,0 +1,234 @@
+"""Expert parallelism: each rank holds some experts of a mixture whole, and tokens travel to the ranks of their experts.
+
+The exchange is that of GShard (Lepikhin et al., 2020, arXiv:2006.16668), without a capacity: no token is dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from leyden.core.errors import ConfigurationError, kind_of
+from leyden.strategies.fsdp.sharding import Apart, local
+from leyden.strategies.mesh.styles import placed
+
+WORD = "expert_parallel"
+"""The plan's word for a module of experts."""
+COUNTS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
+"""Attributes in which a module of experts stores their number. Each rank has a share of them."""
+
+
+class ExpertParallel:
+    """Divides the experts of one module over the `ep` dimension.
+
+    Args:
+        name: full name of the module, for errors.
+        module: the module; its parameters have the experts as their first dimension.
+        mesh: the `ep` dimension, followed by `tp` if layers are split too.
+        shards: the mesh over which each rank's experts are sharded.
+        inner: parameter name → placement over `tp`; whole if it has none.
+
+    Raises:
+        ConfigurationError: if the module's parameters cannot be divided; names them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        shards: DeviceMesh,
+        inner: Mapping[str, Placement] | None = None,
+    ) -> None:
+        self._mesh, self._shards = mesh, shards
+        self._ranks = mesh.size(0)
+        self._group = mesh.get_group(0)
+        self._inner = inner or {}
+        self._experts = check(name, module, self._ranks)
+        self._local: dict[str, Tensor] | None = None
+        """The parameters that the present forward has read, by name; None outside of a forward."""
+
+    def apart(self) -> Apart:
+        """Returns how the module is split and sharded."""
+        return Apart(self._shards, self.split, self._dimension)
+
+    def _dimension(self, parameter: nn.Parameter) -> Shard:
+        """Returns the dimension along which a parameter is sharded: within experts if the ranks do not divide them."""
+        # The last dimension of the mesh counts the ranks of one replica.
+        ranks, part = self._shards.size(-1), local(parameter)
+        return Shard(next((dim for dim in range(part.ndim) if part.shape[dim] % ranks == 0), 0))
+
+    def split(self, module: nn.Module) -> None:
+        """Keeps this rank's experts, and makes the module's forward exchange tokens with the other ranks."""
+        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        for name in names:
+            parameter: Any = module._parameters[name]
+            placements = [Shard(0), self._inner.get(name, Replicate())][: self._mesh.ndim]
+            module._parameters[name] = placed(parameter, self._mesh, *placements)
+        for count in COUNTS:
+            if vars(module).get(count) == self._experts:
+                setattr(module, count, self._experts // self._ranks)
+        kind = type(module)
+        views = {name: property(functools.partial(self._read, name)) for name in names}
+        module.__class__ = type(
+            kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **views}
+        )
+        own = vars(module).get("forward")
+
+        @functools.wraps(kind.forward if own is None else own)
+        def forward(self_: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            inner = functools.partial(type(self_).forward, self_) if own is None else own
+            with self._reading():
+                return self._exchanged(inner, hidden_states, top_k_index, top_k_weights)
+
+        # Compiled, the sizes of the exchange, which the host reads, would break the graph at each line.
+        eager = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+        # A bound method, so that a deep copy of the model is bound to the copy.
+        module.forward = types.MethodType(eager, module)  # type: ignore[method-assign]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        self._local = {}
+        try:
+            yield
+        finally:
+            self._local = None
+
+    def _read(self, name: str, module: nn.Module) -> Any:
+        """Returns this rank's experts as a plain tensor, where the module reads a parameter that FSDP has gathered."""
+        parameter: Any = module._parameters[name]
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != self._mesh:
+            return parameter
+        found = None if self._local is None else self._local.get(name)
+        if found is None:
+            found = parameter.to_local()
+            if found.requires_grad:
+                # Tokens of all ranks of the group add to this gradient, and FSDP averages over the other ranks only.
+                found.register_hook(lambda gradient: gradient / self._ranks)  # type: ignore[no-untyped-call]
+            if self._local is not None:
+                self._local[name] = found
+        return found
+
+    def _exchanged(
+        self,
+        forward: Callable[[Tensor, Tensor, Tensor], Tensor],
+        hidden_states: Tensor,  # (T, D)
+        top_k_index: Tensor,  # (T, k)
+        top_k_weights: Tensor,  # (T, k)
+    ) -> Tensor:
+        """Runs every (token, expert) pair on the rank of its expert. Returns the sums for this rank's tokens."""
+        tokens, top_k = top_k_index.shape
+        chosen = top_k_index.reshape(-1)  # (T·k)
+        # Ranks hold contiguous ranges of experts, so pairs in the order of experts are in the order of ranks too.
+        order = chosen.argsort(stable=True)
+        sent = torch.zeros(self._experts, dtype=torch.long, device=chosen.device)
+        sent = sent.scatter_add_(0, chosen, torch.ones_like(chosen)).view(self._ranks, -1)
+        received = _all_to_all(sent, None, None, self._group)  # (ranks, experts of this rank)
+        # The only read by the host: collectives need the numbers of rows.
+        rows_sent, rows_received = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        rows = self._exchange(hidden_states[order // top_k], rows_received, rows_sent)  # (R, D)
+        # The module may weight its inputs or its outputs, so the weights travel too.
+        weights = self._exchange(top_k_weights.reshape(-1, 1)[order], rows_received, rows_sent)  # (R, 1)
+        expert = torch.arange(received.shape[1], device=chosen.device).repeat(self._ranks)
+        expert = expert.repeat_interleave(received.flatten(), output_size=sum(rows_received)).unsqueeze(1)  # (R, 1)
+        if rows.shape[0]:
+            outputs = forward(rows, expert, weights)
+        else:
+            # A row that counts for nothing, so that every parameter has a gradient, and FSDP's collectives run.
+            rows, expert, weights = (torch.cat([t, t.new_zeros(1, t.shape[1])]) for t in (rows, expert, weights))
+            outputs = forward(rows, expert, weights)[:0]
+        returned = self._exchange(outputs, rows_sent, rows_received)  # (T·k, D)
+        pairs = torch.empty_like(returned).index_copy(0, order, returned)
+        return pairs.view(tokens, top_k, pairs.shape[-1]).sum(1)
+
+    def _exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        arrived: Tensor = Exchange.apply(rows, received, sent, self._group)  # type: ignore[no-untyped-call]
+        return arrived
+
+
+class Exchange(torch.autograd.Function):
+    """Sends rows to the ranks of a group, and their gradients back."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return _all_to_all(rows, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return _all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+    """Sends and receives rows, as many as the host says; None for the same number from and to each rank."""
+    pending = collectives.all_to_all_single(rows.contiguous(), received, sent, group)
+    # Functional collectives return a tensor that waits when it is read; the user's kernels need a plain one.
+    arrived: Tensor = collectives.wait_tensor(pending)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+def check(name: str, module: nn.Module, ranks: int) -> int:
+    """Refuses a module whose experts cannot be divided over that many ranks. Returns the number of experts.
+
+    Raises:
+        ConfigurationError: names the module or the parameter.
+    """
+    found = dict(module.named_parameters())
+    inside = [own for own in found if "." in own]
+    if inside or not found:
+        raise ConfigurationError(
+            f"the plan makes {name!r} 'expert_parallel', and {kind_of(module)} has "
+            f"{f'parameters in submodules ({inside[0]})' if inside else 'no parameters'}: it needs parameters of its "
+            "own with the experts as their first dimension, such as (experts, outputs, inputs)."
+        )
+    counts = {parameter.shape[0] if parameter.ndim else 0 for parameter in found.values()}
+    if len(counts) > 1:
+        shapes = ", ".join(f"{own} {tuple(parameter.shape)}" for own, parameter in found.items())
+        raise ConfigurationError(
+            f"the plan makes {name!r} 'expert_parallel', and {kind_of(module)} has parameters with different first "
+            f"dimensions ({shapes}): the first one must be the experts. Move parameters that all experts share to "
+            "another module."
+        )
+    [experts] = counts
+    if experts % ranks:
+        raise ConfigurationError(
+            f"{name!r} has {experts} experts, which ep={ranks} does not divide: choose an ep that divides {experts}."
+        )
+    try:
+        inspect.signature(module.forward).bind(None, None, None)
+    except TypeError:
+        raise ConfigurationError(
+            f"the plan makes {name!r} 'expert_parallel', and {kind_of(module)} has a forward that does not take three "
+            "arguments: hidden_states (T, D), top_k_index (T, k) and top_k_weights (T, k). Write it so."
+        ) from None
+    return experts
+
+
+def check_router_loss(root: nn.Module) -> None:
+    """Refuses the balance loss of a `transformers` model: it is computed from the tokens of one rank.
+
+    Raises:
+        ConfigurationError: names the model and what to use instead.
+    """
+    for name, module in root.named_modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+            raise ConfigurationError(
+                f"{name or 'the model'!r} has output_router_logits=True, which adds a balance loss of each rank's own "
+                "tokens; their mean is not the loss of one process. Set config.router_aux_loss_coef = 0 and add "
+                "balance_loss (from leyden.strategies) in training_step, which counts the tokens of all ranks."
+            )
