@@ -52,7 +52,7 @@ class ExpertParallel:
         shards: DeviceMesh,
         inner: Mapping[str, Placement] | None = None,
     ) -> None:
-        self._mesh, self._shards = mesh, shards
+        self._name, self._mesh, self._shards = name, mesh, shards
         self._ranks = mesh.size(0)
         self._group = mesh.get_group(0)
         self._inner = inner or {}
@@ -129,6 +129,13 @@ class ExpertParallel:
         top_k_weights: Tensor,  # (T, k)
     ) -> Tensor:
         """Runs every (token, expert) pair on the rank of its expert. Returns the sums for this rank's tokens."""
+        shapes = [tuple(tensor.shape) for tensor in (hidden_states, top_k_index, top_k_weights)]
+        if hidden_states.ndim != 2 or shapes[1] != shapes[2] or shapes[1][:1] != shapes[0][:1]:
+            raise ConfigurationError(
+                f"{self._name!r} is called with tensors of shapes {', '.join(map(str, shapes))}, and experts over ep "
+                "need hidden states (T, D), the experts of each token (T, k) and their weights (T, k): flatten the "
+                "batch before the call."
+            )
         tokens, top_k = top_k_index.shape
         chosen = top_k_index.reshape(-1)  # (T·k)
         # Ranks hold contiguous ranges of experts, so pairs in the order of experts are in the order of ranks too.

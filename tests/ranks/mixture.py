@@ -47,9 +47,9 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, experts: int, has_bias: bool, scales_inputs: bool, starved: int) -> None:
+    def __init__(self, experts: int, has_bias: bool, scales_inputs: bool, starved: int, jitter: float) -> None:
         super().__init__()
-        self.starved = starved
+        self.starved, self.jitter = starved, jitter
         self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.router = nn.Linear(WIDTH, experts, bias=False)
         self.experts = Experts(experts, has_bias, scales_inputs)
@@ -59,7 +59,8 @@ class Block(nn.Module):
         seen = torch.arange(1, x.shape[1] + 1, device=x.device).unsqueeze(1)
         x = x + self.mix(x.cumsum(1) / seen)
         tokens = self.norm(x).flatten(0, 1)
-        logits = self.router(tokens)
+        noise = 1 + self.jitter * torch.randn_like(tokens) if self.jitter else 1
+        logits = self.router(tokens * noise)
         logits[:, : self.starved] = -torch.inf
         probabilities = logits.softmax(-1)
         weights, index = probabilities.topk(TOP_K)
@@ -74,6 +75,8 @@ class Mixture(TrainModule):
         has_bias: whether an expert has a bias.
         scales_inputs: whether routing weights scale the experts' inputs rather than their outputs.
         starved: the number of experts, from the first one, that no token chooses.
+        jitter: the standard deviation of noise on the routers' inputs.
+        trains: part of the names of the parameters that train; all others are frozen.
         by_items: whether a step returns a sum and the number of tokens.
         balances: the weight of the balance loss.
         optimizer: creates the optimizer.
@@ -85,6 +88,8 @@ class Mixture(TrainModule):
         has_bias: bool = True,
         scales_inputs: bool = False,
         starved: int = 0,
+        jitter: float = 0.0,
+        trains: str = "",
         by_items: bool = False,
         balances: float = 0.0,
         optimizer: Any = SGD,
@@ -92,8 +97,10 @@ class Mixture(TrainModule):
         super().__init__()
         self.by_items, self.balances, self.optimizer = by_items, balances, optimizer
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(experts, has_bias, scales_inputs, starved) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(experts, has_bias, scales_inputs, starved, jitter) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(trains in name)
         self.losses: list[float] = []
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
