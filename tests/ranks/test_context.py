@@ -171,8 +171,8 @@ def mix(sizes: dict[str, int] | None) -> tuple[list[float], dict[str, Any]]:
     module = LongGPT(counts_items=True, width=mixture.WIDTH)
     for block in module.blocks:
         block.up, block.down = nn.Identity(), Mixed()  # type: ignore[assignment]
-    plan = {"blocks.*.down.experts": "expert_parallel"}
-    strategy: Any = MeshStrategy(**sizes, plan=plan, sequence_dims={0: 1, 1: 1}) if sizes else "single_device"  # type: ignore[arg-type]
+    options: dict[str, Any] = {"plan": {"blocks.*.down.experts": "expert_parallel"}, "sequence_dims": {0: 1, 1: 1}}
+    strategy: Any = MeshStrategy(**sizes, **options) if sizes else "single_device"
     trainer = Trainer(strategy=strategy, max_epochs=1, precision="64-true", gradient_clip_val=1.0, **QUIET)
     trainer.fit(module, DataLoader(data(16), GLOBAL_BATCH))
     state = trainer.strategy.full_state_dict(module, rank0_only=False)
