@@ -210,7 +210,7 @@ class Run:
             loaders=Loaders(module, datamodule, self.strategy, self.arguments, stage == "fit", given),
             logs=Logs(hooks, module, over_ranks(self.strategy)),
             state=RunState(stage),
-            saves=Saves(plans=self.saves.plans),
+            saves=Saves(before=self.saves),
             progress=Progress() if starts_anew else self.progress,
             saved={} if starts_anew else self.saved,
             history=EpochRows() if starts_anew else self.history,

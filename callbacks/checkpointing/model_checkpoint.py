@@ -343,6 +343,10 @@ class ModelCheckpoint(Callback):
         self.dirpath = folder if self.saves_on_each_node else trainer.strategy.ranks.broadcast(folder)
         if stage == "fit" and not trainer.fast_dev_run:
             self._ranks(trainer).keep(self._make_folder)
+            if self.copied is not None:
+                copies = self.copied[1]
+                ranks = CheckpointRanks(trainer.strategy, copies, self.copies_on_each_node)
+                ranks.keep(lambda: self._make_copies(copies))
 
     def saves_within(self, trainer: Trainer) -> bool:
         """Returns True if this callback is expected to save resumable checkpoints before the fit ends."""
@@ -371,6 +375,17 @@ class ModelCheckpoint(Callback):
             )
         self._storage.make(self.dirpath)
         self._style.check_length(self.filename, self.dirpath)
+
+    def _make_copies(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                folder,
+                f"cannot be created for local_copy=True ({error.strerror}). Change Trainer(default_root_dir=…), or the "
+                "current folder if that is a URL.",
+            ) from error
+        self._style.check_length(self.filename, folder)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._saved_at is None:

@@ -143,17 +143,17 @@ class Saves:
     Args:
         holds_exit: keep the process alive until the last save ends. False if something else waits for it, such as the
             end of fit.
-        plans: the assignment of shards to the ranks that write them, from earlier saves.
+        before: those of the last run, whose plan of shards and local copies the next save continues.
 
     Attributes:
         lock: the lock on the folder; None unless this run holds it exclusively.
     """
 
-    def __init__(self, holds_exit: bool = False, plans: ShardPlans | None = None) -> None:
+    def __init__(self, holds_exit: bool = False, before: Saves | None = None) -> None:
         self.lock: RunLock | None = None
-        self._plans = ShardPlans() if plans is None else plans
+        self._plans = ShardPlans() if before is None else before._plans
         self._counters: dict[tuple[Place, int], int] = {}
-        self._local_copies: list[Path] = []
+        self._local_copies: list[Path] = [] if before is None else before._local_copies
         """Local copies of checkpoints in buckets, which the next one replaces."""
         self._holds_exit = holds_exit
         self._memory: HostMemory | None = None
@@ -181,7 +181,7 @@ class Saves:
             ranks.first(lambda: _sweep(folder))
 
     def replace_local_copies(self, copies: Iterable[Path]) -> None:
-        """Deletes these local copies of checkpoints in buckets once the next one is uploaded."""
+        """Deletes these local copies of checkpoints in buckets once the bucket has a later one."""
         self._local_copies = list(copies)
 
     def write(
@@ -226,7 +226,7 @@ class Saves:
 
         def done(written: Place) -> None:
             if local_copy is not None:
-                self._keep_local_copy(local_copy.with_name(written.name), ranks)
+                self.keep_local_copy(local_copy.with_name(written.name), ranks)
             if committed is not None:
                 committed(written)
 
@@ -264,8 +264,8 @@ class Saves:
             self._pending = PendingSave(writer, stack.pop_all(), copies, facts, self._holds_exit, done)
             return self._pending.path
 
-    def _keep_local_copy(self, copy: Path, ranks: CheckpointRanks) -> None:
-        """Deletes the local copies before this one, which the bucket has or has no use for."""
+    def keep_local_copy(self, copy: Path, ranks: CheckpointRanks) -> None:
+        """Deletes the local copies that this one replaces. All ranks call it, once the bucket has this checkpoint."""
         from leyden.checkpoint.folder import delete
 
         for former in self._local_copies if ranks.is_keeper else ():
@@ -278,11 +278,6 @@ class Saves:
         """Raises LeydenError if another run has taken this run's folder over."""
         if self.lock is not None:
             self.lock.check_held()
-
-    @property
-    def plans(self) -> ShardPlans:
-        """The assignment of shards to the ranks that write them."""
-        return self._plans
 
     @property
     def is_over(self) -> bool:

@@ -310,6 +310,9 @@ class StagedUpload(Staged):
             CheckpointError: if the file is no longer as it was written.
         """
         if entry.size <= PART:
+            if len(self._uploads) >= PARALLEL:
+                # Without this, all small files would be in memory at once.
+                self._uploads.pop(0).result()
             sent = self._write_bytes(name, file.read_bytes(), ChunkHasher(entry.chunk, entry.algorithm))
         else:
             pieces = contents_of(file)
@@ -378,12 +381,18 @@ class StagedUpload(Staged):
 
 
 def upload(
-    copy: Path, target: BucketPath, ranks: CheckpointRanks, overwrite: bool, check: Callable[[], None]
+    copy: Path,
+    manifest: Manifest,
+    target: BucketPath,
+    ranks: CheckpointRanks,
+    overwrite: bool,
+    check: Callable[[], None],
 ) -> BucketPath:
     """Uploads a complete checkpoint from disk. All ranks call it, and each sends a part of the files.
 
     Args:
         copy: the checkpoint's folder. Every rank sees all of its files.
+        manifest: its manifest.
         target: the URL that the checkpoint gets.
         ranks: the ranks.
         overwrite: whether it may replace a checkpoint there.
@@ -395,11 +404,7 @@ def upload(
     staged = StagedUpload(target, overwrite)
     staged.join(ranks.first(lambda: staged.begin_at(target)))
 
-    manifests: list[Manifest] = []
-
     def send() -> None:
-        manifest = read_manifest(copy)
-        manifests.append(manifest)
         largest_first = sorted(manifest.files.items(), key=lambda file: (-file[1].size, file[0]))
         for name, entry in largest_first[ranks.rank :: ranks.size]:
             staged.send(copy / name, name, entry)
@@ -408,8 +413,7 @@ def upload(
     try:
         with _naming(copy, target):
             ranks.each(send)
-            manifest = dataclasses.replace(manifests[0], save_id=staged.save_id)
-            ranks.first(lambda: staged.commit(manifest, False, check))
+            ranks.first(lambda: staged.commit(dataclasses.replace(manifest, save_id=staged.save_id), False, check))
     except BaseException:
         staged.abort(ranks.rank == 0)
         raise

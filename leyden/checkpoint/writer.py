@@ -399,7 +399,7 @@ class CheckpointWriter:
         if self._upload_to is None:
             return path
         assert isinstance(self._target, Path)
-        return upload(self._target, self._upload_to, self._ranks, self._overwrites, self._check_commit)
+        return upload(self._target, manifest, self._upload_to, self._ranks, self._overwrites, self._check_commit)
 
     def _flush(self) -> None:
         """Waits until every file that this rank has written is on disk."""

@@ -6,7 +6,8 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,18 @@ from same import differences, same_weights
 from torch import nn
 from torch.utils.data import DataLoader
 
-from leyden import ConfigurationError, Trainer
+from leyden import ConfigurationError, LeydenError, Trainer
 from leyden.callbacks import Callback, ModelCheckpoint
+from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.folder import all_checkpoints, delete, newest
 from leyden.checkpoint.format import bucket
 from leyden.checkpoint.format.bucket import BucketPath
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.format.manifest import read_manifest
+from leyden.checkpoint.lock import NAME, BucketLock
 from leyden.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.staged import upload
+from leyden.checkpoint.writer import CheckpointWriter
 from leyden.trainer import CheckpointIO
 
 URL = f"s3://{BUCKET}/run"
@@ -152,6 +157,92 @@ def test_an_evaluation_reads_the_copy_and_uploads_nothing(memory: str, quiet: di
     assert uploaded(memory) == []
 
 
+def test_a_run_from_scratch_is_newer_than_an_earlier_ones_copy(
+    memory: str, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also if the bucket has forgotten the earlier run, whose checkpoints were later in their run."""
+    fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True), epochs=4)
+    delete(f"{memory}/epoch=3-step=12")
+    module, trainer = fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True), path=None)
+    trainer.validate(module, DataLoader(torch.randn(6, 4), batch_size=2), ckpt_path="last")
+    assert Path(str(trainer.ckpt_path)).name == "epoch=1-step=6"
+    _, trainer = fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True), epochs=3)
+    assert trainer.ckpt_path == f"{memory}/epoch=1-step=6"
+    assert copies(tmp_path, memory) == ["epoch=2-step=9"]
+
+
+@pytest.mark.parametrize("path", ["auto", "last", "current"])
+def test_one_copy_is_kept(memory: str, quiet: dict[str, Any], tmp_path: Path, path: str) -> None:
+    module, trainer = fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True), epochs=1)
+    if path != "current":
+        fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True), path=path)
+    else:
+        trainer.max_epochs = 2
+        trainer.fit(module, DataLoader(torch.randn(6, 4), batch_size=2), ckpt_path=path)
+    assert uploaded(memory) == copies(tmp_path, memory) == ["epoch=1-step=6"]
+
+
+def test_a_copy_that_an_overwrite_has_moved_aside_is_that_of_its_url(
+    memory: str, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    """A process in another container was killed between the two renames of an overwrite."""
+    fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True))
+    folder = Path(tmp_path, "local_copies", *memory.split("://"))
+    (folder / "epoch=1-step=6").rename(folder / ".epoch=1-step=6.old-12-34-elsewhere_abcdef01-0123abcd")
+    delete(f"{memory}/epoch=1-step=6")
+    _, trainer = fit(tmp_path, quiet, ModelCheckpoint(memory, save_top_k=-1, local_copy=True), epochs=3)
+    assert trainer.ckpt_path == f"{memory}/epoch=1-step=6"
+    assert uploaded(memory) == ["epoch=1-step=6", "epoch=2-step=9"]
+    assert os.listdir(folder) == ["epoch=2-step=9"]
+
+
+def test_a_run_that_has_nothing_left_to_do_deletes_the_older_copy(
+    memory: str, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    """The kill came after the last upload, and before the copy of the previous one was deleted."""
+    fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True), epochs=1)
+    [older] = tmp_path.rglob("run/epoch=0-step=3")
+    shutil.copytree(older, tmp_path / "aside")
+    fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True))
+    shutil.move(tmp_path / "aside", older)
+    fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True))
+    assert copies(tmp_path, memory) == ["epoch=1-step=6"]
+
+
+def test_copies_stay_in_their_folder_if_the_run_changes_the_current_one(
+    memory: str, quiet: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leaves(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            monkeypatch.chdir(tmp_path / "elsewhere")
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    fit(Path("root"), quiet, ModelCheckpoint(memory, local_copy=True), Leaves())
+    assert copies(tmp_path / "root", memory) == ["epoch=1-step=6"]
+
+
+def test_a_trial_of_a_few_batches_uploads_nothing(memory: str, quiet: dict[str, Any], tmp_path: Path) -> None:
+    """The run whose copy it finds may be at work."""
+    fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True))
+    delete(f"{memory}/epoch=1-step=6")
+    fit(tmp_path, {**quiet, "fast_dev_run": True}, ModelCheckpoint(memory, local_copy=True))
+    assert uploaded(memory) == [] and copies(tmp_path, memory) == ["epoch=1-step=6"]
+
+
+def test_a_copy_leads_to_the_folder_of_its_run(memory: str, quiet: dict[str, Any], tmp_path: Path) -> None:
+    """That folder holds no checkpoint yet when the run is killed before its first upload."""
+
+    def run(epochs: int) -> Trainer:
+        saves = ModelCheckpoint(memory, local_copy=True), ModelCheckpoint(every_n_epochs=50)
+        return fit(tmp_path, quiet, *saves, epochs=epochs)[1]
+
+    first = run(1)
+    delete(f"{memory}/epoch=0-step=3")
+    second = run(2)
+    assert (second.ckpt_path, second.run_folder) == (f"{memory}/epoch=0-step=3", first.run_folder)
+
+
 class Waits(Callback):
     """Lets the bucket take no manifest until training has come to a step."""
 
@@ -226,6 +317,64 @@ def test_a_preempted_run_is_complete_on_disk_before_its_upload(
     assert trainer.ckpt_path == f"{URL}/preempted" and same_weights(whole, resumed)
 
 
+# the upload -----------------------------------------------------------------------------------------------------------
+def test_a_copy_that_another_run_has_replaced_is_not_uploaded(
+    memory: str, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "one")
+    manifest = read_manifest(path)
+    write(path, 2, True)
+    with pytest.raises(CheckpointError, match=r"one/.*has changed since it was written, and is not uploaded"):
+        upload(path, manifest, BucketPath(f"{memory}/one"), CheckpointRanks(), False, lambda: None)
+    assert list(BucketPath(memory).below()) == []
+
+
+def test_a_run_that_loses_its_lock_during_an_upload_does_not_commit_it(
+    server: Server, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    def take(method: str, path: str) -> None:
+        if method == "PUT" and "/save-" in path:
+            (BucketPath(URL) / NAME / "9").write_bytes(b"{}")
+
+    for _ in ("during the save", "at the next start"):
+        server.before = take
+        with pytest.raises(LeydenError, match="was taken over"):
+            fit(tmp_path, quiet, ModelCheckpoint(URL, local_copy=True))
+        assert uploaded(URL) == [] and copies(tmp_path, URL) == ["epoch=0-step=3"]
+        server.before = lambda method, path: None
+        BucketPath(URL).delete([path for path, _ in (BucketPath(URL) / NAME).below()])
+    lock = BucketLock(BucketPath(URL))
+    lock.acquire()
+    with pytest.raises(LeydenError, match="belongs to a run"):
+        fit(tmp_path, quiet, ModelCheckpoint(URL, local_copy=True), path="last")
+    assert uploaded(URL) == []
+    lock.release()
+
+
+def test_an_upload_holds_a_few_files_in_memory(server: Server, tmp_path: Path) -> None:
+    size = 2**20
+    with CheckpointWriter(tmp_path / "one") as writer:
+        for number in range(16):
+            writer.state(f"state-{number}", torch.zeros(size, dtype=torch.uint8))
+        writer.commit(progress={})
+    held: list[int] = []
+
+    def look(method: str, path: str) -> None:
+        if path.endswith(".safetensors"):
+            # The server itself keeps what it gets in this process.
+            read = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*pathlib*")])
+            held.append(sum(trace.size for trace in read.traces))
+
+    server.before = look
+    arguments = BucketPath(f"{URL}/one"), CheckpointRanks(), False, lambda: None
+    tracemalloc.start()
+    try:
+        upload(tmp_path / "one", read_manifest(tmp_path / "one"), *arguments)
+    finally:
+        tracemalloc.stop()
+    assert size < max(held) < 8 * size
+
+
 # ranks ----------------------------------------------------------------------------------------------------------------
 def on_a_rank(folder: str, strategy: str, machines: int) -> tuple[bool, str | None]:
     """Trains in two parts, between which the bucket loses the newest checkpoint as if it had never come there."""
@@ -277,6 +426,18 @@ def test_a_local_copy_of_local_checkpoints_is_refused(quiet: dict[str, Any], tmp
         fit(tmp_path, quiet, ModelCheckpoint(local_copy=True))
     with pytest.raises(ConfigurationError, match=rf"checkpoints go to {tmp_path}/one, which is no bucket"):
         fit(tmp_path, quiet, ModelCheckpoint(tmp_path / "one", local_copy=True))
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_training(
+    memory: str, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    class Never(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            raise AssertionError("training began")
+
+    (tmp_path / "local_copies").touch()
+    with pytest.raises(CheckpointError, match=r"local_copies/memory/runs/run: cannot be created for local_copy=True"):
+        fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True), Never())
 
 
 def test_a_plugin_that_stores_checkpoints_has_no_local_copies(

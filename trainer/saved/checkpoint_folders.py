@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 
 if TYPE_CHECKING:
@@ -67,10 +68,10 @@ def copy_of(path: Place, callbacks: Iterable[Callback]) -> Path | None:
 
 
 def original_of(path: Place, callbacks: Iterable[Callback]) -> BucketPath | None:
-    """Returns the URL of a local copy; None for any other checkpoint."""
+    """Returns the URL of a local copy, also of one that an overwrite moved aside; None for any other checkpoint."""
     for folder, copies in _copied(callbacks):
         if isinstance(path, Path) and path.is_relative_to(copies):
-            return folder / path.relative_to(copies).as_posix()
+            return folder / staging.final(path).relative_to(copies).as_posix()
     return None
 
 

@@ -219,12 +219,12 @@ def _newest(
             places[0][0] if places else Versions(run.arguments, run.callbacks).root,
             "holds no complete checkpoint, but ckpt_path='last' needs one. Use 'auto' to start from scratch.",
         )
-    if copies and run.state.stage == "fit":
-        if found is not None:
-            _finish_upload(run, found, ranks)
+    if copies and run.state.stage == "fit" and not run.arguments.fast_dev_run:
         if goal.path == "auto":
             # Nobody else saves here.
             run.saves.replace_local_copies(path for folder, depth in copies for path in all_checkpoints(folder, depth))
+        if found is not None:
+            _finish_upload(run, found, ranks)
     return found
 
 
@@ -244,7 +244,8 @@ def _finish_upload(run: Run, reader: CheckpointReader, ranks: CheckpointRanks) -
         inform(f"leyden: uploading {copy} to {url}, as the run was stopped before it had", to_stderr)
         # As long as the link takes, which no watchdog knows.
         with run.heartbeat.during(Phase.PREPARING):
-            upload(copy, url, ranks, True, run.saves.check_lock)
+            upload(copy, reader.manifest, url, ranks, True, run.saves.check_lock)
+    run.saves.keep_local_copy(copy, ranks)
     reader.stand_for(url)
 
 

@@ -17,7 +17,13 @@ from leyden.checkpoint.format.listing import ordered
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.rank_zero import warn
 from leyden.trainer.arguments.replay import replay_of
-from leyden.trainer.saved.checkpoint_folders import CHECKPOINTS, are_on_each_node, checkpoint_callbacks, places_of
+from leyden.trainer.saved.checkpoint_folders import (
+    CHECKPOINTS,
+    are_on_each_node,
+    checkpoint_callbacks,
+    copies_of,
+    places_of,
+)
 from leyden.trainer.saved.identity import FILE as IDENTITY
 from leyden.trainer.saved.identity import Identity
 from leyden.trainer.starting.build import loggers_of
@@ -246,8 +252,8 @@ class Versions:
         return None
 
     def _readers_elsewhere(self) -> Iterator[CheckpointReader]:
-        """Yields readers of the checkpoints in folders that the user named."""
-        for folder, depth in places_of(self._callbacks, None):
+        """Yields readers of the checkpoints in folders that the user named, and of their local copies."""
+        for folder, depth in [*places_of(self._callbacks, None), *copies_of(self._callbacks)]:
             for path in all_checkpoints(folder, depth):
                 with suppress(CheckpointError):
                     yield CheckpointReader(path)

@@ -30,6 +30,7 @@ from leyden.trainer.saved.checkpoint_folders import (
     are_on_each_node,
     checkpoint_callbacks,
     copies_are_on_each_node,
+    copies_of,
     copy_of,
     places_of,
 )
@@ -111,6 +112,8 @@ def save(
     local_copy = copy_of(path, run.callbacks)
     on_each_node = are_on_each_node if local_copy is None else copies_are_on_each_node
     ranks = CheckpointRanks(strategy, local_copy or path, on_each_node(run.callbacks))
+    # A plugin's checkpoints have no counters.
+    places = places_of(run.callbacks, run.checkpoint_root) if run.checkpoint_io is None else []
     is_scheduled = _is_scheduled(run.hooks, run.progress)
     optimizers = stepping_optimizers(run.engine)
 
@@ -142,8 +145,7 @@ def save(
         strategy=strategy,
         ranks=ranks,
         overwrite=overwrite,
-        # A plugin's checkpoints have no counters.
-        places=places_of(run.callbacks, run.checkpoint_root) if run.checkpoint_io is None else (),
+        places=[*places, *copies_of(run.callbacks)],
         background=asynchronous,
         optimizers=optimizers,
         stepped=optimizers,

@@ -223,6 +223,12 @@ def _newest_first(folder: Path, names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: (counter(name), name))
 
 
+def final(path: Path) -> Path:
+    """Returns the path of the checkpoint that a temporary sibling belongs to; any other path as it is."""
+    match = _PATTERN.fullmatch(path.name)
+    return path if match is None else path.with_name(match["name"])
+
+
 def is_staging(name: str) -> bool:
     """Returns True for the name of a temporary sibling, which is being written or deleted."""
     return _PATTERN.fullmatch(name) is not None
