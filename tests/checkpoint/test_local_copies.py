@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from leyden import ConfigurationError, LeydenError, Trainer
 from leyden.callbacks import Callback, ModelCheckpoint
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.checkpoint.folder import all_checkpoints, delete, newest
+from leyden.checkpoint.folder import all_checkpoints, delete, identity, newest
 from leyden.checkpoint.format import bucket
 from leyden.checkpoint.format.bucket import BucketPath
 from leyden.checkpoint.format.errors import CheckpointError
@@ -205,8 +205,32 @@ def test_a_run_that_has_nothing_left_to_do_deletes_the_older_copy(
     shutil.copytree(older, tmp_path / "aside")
     fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True))
     shutil.move(tmp_path / "aside", older)
+    save = read_manifest(BucketPath(f"{memory}/epoch=1-step=6")).save_id
     fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True))
     assert copies(tmp_path, memory) == ["epoch=1-step=6"]
+    # Nor does it upload what the bucket has.
+    assert read_manifest(BucketPath(f"{memory}/epoch=1-step=6")).save_id == save
+
+
+def test_a_newer_save_of_the_same_name_replaces_that_of_the_bucket(
+    memory: str, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    url = BucketPath(f"{memory}/epoch=1-step=6")
+    _, trainer = fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True))
+    former = {path: path.read_bytes(2**20) for path, _ in url.below()}
+    trainer.save_checkpoint(url)
+    [copy] = tmp_path.rglob("run/epoch=1-step=6")
+    assert identity(read_manifest(copy)) == identity(read_manifest(url))
+    # The kill came before its upload.
+    delete(url)
+    for path, data in former.items():
+        path.write_bytes(data)
+    newer = identity(read_manifest(copy))
+    assert newer != identity(read_manifest(url))
+    fit(tmp_path, quiet, ModelCheckpoint(memory, save_top_k=2, local_copy=True), epochs=3)
+    assert uploaded(memory) == ["epoch=1-step=6", "epoch=2-step=9"] and newer == identity(read_manifest(url))
+    CheckpointReader(url).verify()
+    assert not {path for path, _ in url.below()} & former.keys() - {url / "manifest.json"}
 
 
 def test_copies_stay_in_their_folder_if_the_run_changes_the_current_one(
@@ -376,14 +400,18 @@ def test_an_upload_holds_a_few_files_in_memory(server: Server, tmp_path: Path) -
 
 
 # ranks ----------------------------------------------------------------------------------------------------------------
-def on_a_rank(folder: str, strategy: str, machines: int) -> tuple[bool, str | None]:
-    """Trains in two parts, between which the bucket loses the newest checkpoint as if it had never come there."""
+def on_a_rank(folder: str, strategy: str, machines: int) -> tuple[bool, str | None, str | None]:
+    """Trains in two parts, between which the bucket loses the newest checkpoint as if it had never come there.
+
+    Then validates it, after the last machine's copy has been damaged.
+    """
     from torch.distributed.tensor import DTensor
 
     rank = int(os.environ["RANK"])
     if machines == 2:
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2"}
     root = f"{folder}/{rank * machines // 2}"
+    module, data = Squares(nn.Linear(4, 2), sgd_with_momentum), DataLoader(torch.randn(12, 4), batch_size=2)
 
     def run(epochs: int, *callbacks: Callback, path: str | None = None) -> tuple[list[torch.Tensor], Trainer]:
         torch.manual_seed(0)
@@ -404,7 +432,19 @@ def on_a_rank(folder: str, strategy: str, machines: int) -> tuple[bool, str | No
     if rank == 0:
         delete(f"{URL}/epoch=0-step=2")
     resumed, trainer = run(2, saves(), path="auto")
-    return all(map(torch.equal, whole, resumed)), trainer.ckpt_path
+    resumed_from = trainer.ckpt_path
+    copy = Path(f"{root}/local_copies", *URL.split("://"), "epoch=1-step=6")
+    # The first file, which rank 0 would verify for both if the machines shared the folder.
+    file = copy / next(iter(read_manifest(copy).files))
+    whole_file = file.read_bytes()
+    trainer.strategy.ranks.barrier()
+    if rank == 1:
+        file.write_bytes(b"?" + whole_file[1:])
+    trainer.strategy.ranks.barrier()
+    trainer.validate(module, data, ckpt_path="last")
+    trainer.strategy.ranks.barrier()
+    file.write_bytes(whole_file)
+    return all(map(torch.equal, whole, resumed)), resumed_from, trainer.ckpt_path
 
 
 @pytest.mark.parametrize(("strategy", "machines"), [("ddp", 2), ("fsdp", 1)])
@@ -412,7 +452,7 @@ def test_ranks_upload_their_parts_and_resume_from_copies_of_all_machines(
     server: Server, tmp_path: Path, strategy: str, machines: int
 ) -> None:
     found = run_world(2, on_a_rank, str(tmp_path), strategy, machines, environ=server.environ)
-    assert found == [(True, f"{URL}/epoch=0-step=2")] * 2
+    assert found == [(True, f"{URL}/epoch=0-step=2", f"{URL}/epoch=1-step=6")] * 2
     [path] = all_checkpoints(BucketPath(URL))
     CheckpointReader(path).verify()
     assert [copies(tmp_path / str(machine), URL) for machine in range(machines)] == [[path.name]] * machines
