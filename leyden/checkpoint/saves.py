@@ -151,7 +151,7 @@ class Saves:
 
     def __init__(self, holds_exit: bool = False, before: Saves | None = None) -> None:
         self.lock: RunLock | None = None
-        self._plans = ShardPlans() if before is None else before._plans
+        self._plans: ShardPlans = ShardPlans() if before is None else before._plans
         self._counters: dict[tuple[Place, int], int] = {}
         self._local_copies: list[Path] = [] if before is None else before._local_copies
         """Local copies of checkpoints in buckets, which the next one replaces."""

@@ -169,6 +169,21 @@ def test_a_run_from_scratch_is_newer_than_an_earlier_ones_copy(
     _, trainer = fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True), epochs=3)
     assert trainer.ckpt_path == f"{memory}/epoch=1-step=6"
     assert copies(tmp_path, memory) == ["epoch=2-step=9"]
+    # It takes the place of a copy of the same name.
+    delete(f"{memory}/epoch=2-step=9")
+    fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True), epochs=3, path=None)
+    assert uploaded(memory) == copies(tmp_path, memory) == ["epoch=2-step=9"]
+
+
+def test_a_copy_of_weights_alone_is_not_resumed(memory: str, quiet: dict[str, Any], tmp_path: Path) -> None:
+    def saves() -> list[Callback]:
+        weights = ModelCheckpoint(f"{memory}/weights", save_weights_only=True, local_copy=True)
+        return [ModelCheckpoint(memory, every_n_epochs=2, local_copy=True), weights]
+
+    fit(tmp_path, quiet, *saves(), epochs=3)
+    assert copies(tmp_path, f"{memory}/weights") == ["epoch=2-step=9"]
+    _, trainer = fit(tmp_path, quiet, *saves(), epochs=4)
+    assert trainer.ckpt_path == f"{memory}/epoch=1-step=6"
 
 
 @pytest.mark.parametrize("path", ["auto", "last", "current"])
@@ -265,6 +280,20 @@ def test_a_copy_leads_to_the_folder_of_its_run(memory: str, quiet: dict[str, Any
     delete(f"{memory}/epoch=0-step=3")
     second = run(2)
     assert (second.ckpt_path, second.run_folder) == (f"{memory}/epoch=0-step=3", first.run_folder)
+
+
+def test_copies_of_another_training_stay_as_they_are(memory: str, quiet: dict[str, Any], tmp_path: Path) -> None:
+    class Other(Squares):
+        pass
+
+    fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True), epochs=1)
+    fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True), path=None)
+    delete(f"{memory}/epoch=1-step=6")
+    arguments = {**quiet, "enable_checkpointing": True, "max_epochs": 3}
+    other = Trainer(callbacks=ModelCheckpoint(memory, local_copy=True), **arguments)
+    with pytest.raises(ConfigurationError, match="was saved by another run"):
+        other.fit(Other(nn.Linear(4, 2), sgd_with_momentum), DataLoader(torch.randn(6, 4)), ckpt_path="auto")
+    assert copies(tmp_path, memory) == ["epoch=0-step=3", "epoch=1-step=6"] and "epoch=1-step=6" not in uploaded(memory)
 
 
 class Waits(Callback):

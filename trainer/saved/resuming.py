@@ -212,17 +212,20 @@ def _newest(
         own = [callback for callback in checkpoint_callbacks(run.callbacks) if not callback.save_weights_only] or own
     places = places_of(own, folder if run.arguments.bucket is None else run.checkpoint_root)
     # A checkpoint and its copy have the same age, and the first of them is read: the copy.
-    copies = copies_of(own)
-    found = newest_reader([*copies, *places], goal.path == "auto", ranks, ahead, accepts(run, goal, folder))
+    copies, accepted = copies_of(own), accepts(run, goal, folder)
+    found = newest_reader([*copies, *places], goal.path == "auto", ranks, ahead, accepted)
     if found is None and goal.path == "last":
         raise CheckpointError(
             places[0][0] if places else Versions(run.arguments, run.callbacks).root,
             "holds no complete checkpoint, but ckpt_path='last' needs one. Use 'auto' to start from scratch.",
         )
     if copies and run.state.stage == "fit" and not run.arguments.fast_dev_run:
+        # Those of another training stay as they are.
+        check_same_run(Identity.of(run.module, run.datamodule), found, goal, False)
         if goal.path == "auto":
             # Nobody else saves here.
-            run.saves.replace_local_copies(path for folder, depth in copies for path in all_checkpoints(folder, depth))
+            every = (path for place, depth in copies for path in all_checkpoints(place, depth))
+            run.saves.replace_local_copies(path for path in every if accepted is None or accepted(path))
         if found is not None:
             _finish_upload(run, found, ranks)
     return found
