@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -39,6 +40,18 @@ class OwnLoop:
 
     def sync_in_backward(self, module: nn.Module) -> AbstractContextManager[None]:
         """Returns a context in which backward exchanges gradients although the forward pass ran without sync."""
+        return nullcontext()
+
+    def in_parts(
+        self, buffers: Sequence[Tensor], dims: Sequence[int], kept: AbstractSet[Tensor]
+    ) -> AbstractContextManager[None]:
+        """Returns a context in which each rank has a part of the sequences; see `Accelerator.maybe_context_parallel`.
+
+        Args:
+            buffers: the tensors that are cut in the block.
+            dims: the dimension of the sequence in each of them.
+            kept: those of them that stay cut afterwards.
+        """
         return nullcontext()
 
     def clip_each_step(self, value: float) -> None:

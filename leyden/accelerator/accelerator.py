@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -578,9 +579,33 @@ class Accelerator:
             return self._stepping.autocast()
         return self.options.autocast(self.precision, self.device, autocast_handler)
 
-    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Does nothing: this version has no context parallelism."""
-        return nullcontext()
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: AbstractSet[Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Divides sequences over the ranks of a cp group within the block; without `cp`, does nothing.
+
+        Each rank keeps its part of the buffers, in place, and attention sees the parts of the others. Forward and
+        backward both belong into the block, which is made anew for each batch. Afterwards the buffers are whole again.
+        See docs/parallel.md for what a model must not do, and how to average a loss over the parts.
+
+        Args:
+            buffers: the tensors to cut, such as `input_ids`, `attention_mask` and `shift_labels`.
+            buffer_seq_dims: the dimension of the sequence in each of them.
+            no_restore_buffers: those that may stay cut.
+
+        Raises:
+            ConfigurationError: if the buffers cannot be cut, such as into 2 · cp · tp equal chunks.
+
+        Example:
+            >>> accelerator, tokens = Accelerator(cpu=True), torch.zeros(1, 8)
+            >>> with accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+            ...     tokens.shape  # one process: whole
+            torch.Size([1, 8])
+        """
+        return self.strategy.own_loop.in_parts(buffers or (), buffer_seq_dims or (), no_restore_buffers or frozenset())
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Runs torch's profiler around a block; with `output_trace_dir`, each rank writes its trace there."""
@@ -649,7 +674,9 @@ class Accelerator:
         """Concatenates the tensors of all ranks along their first dimension; scalars become (num_processes,).
 
         The ranks of a tp group have the same samples, so only one of them contributes. This holds for every method that
-        gathers or reduces.
+        gathers or reduces. The ranks of a cp group each contribute their part here and in `reduce`, as in Accelerate;
+        in `gather_for_metrics` and `gather_object` only one of them does, except that floating-point numbers, one per
+        sample, are averaged over the parts.
 
         Args:
             tensor: a tensor, or any nested structure of tensors of the same shape on every rank.

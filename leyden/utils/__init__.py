@@ -14,7 +14,9 @@ from leyden.accelerator.settings.megatron import (
     avg_losses_across_data_parallel_group,
 )
 from leyden.accelerator.settings.parallel import (
+    DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
+    TorchContextParallelConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
@@ -62,6 +64,7 @@ __all__ = [
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
+    "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DummyOptim",
@@ -83,6 +86,7 @@ __all__ = [
     "ProjectConfiguration",
     "RNGType",
     "TERecipeKwargs",
+    "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from leyden.core.errors import ConfigurationError
 
@@ -56,6 +57,11 @@ class Layout:
                 raise ConfigurationError(f"{name}={size!r}: use a number of ranks from 1, or -1 to fill the world.")
         if len(self.open) > 1:
             raise ConfigurationError(f"{' and '.join(self.open)} are both -1: only one dimension can fill the world.")
+        if self.pp != 1 and self.cp != 1:
+            raise ConfigurationError(
+                f"pp={self.pp} with cp={self.cp}: this version runs no pipeline on parts of sequences. Use cp with "
+                "dp_shard and tp, or pp without cp."
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -157,6 +163,44 @@ def _nearest(layout: Layout, world: int) -> str:
     names = ("dp_replicate", "dp_shard", "tp", *(name for name in ("pp", "cp") if layout.sizes[name] > 1))
     sizes = min(_factors(world, len(names)), key=distance)
     return "use " + ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+
+
+def sequence_ranks(cp: int, sp: int) -> tuple[int, Literal["gather", "ulysses"]]:
+    """Returns `cp` and `cp_method` of a MeshStrategy for Accelerate's two sizes that divide sequences.
+
+    Args:
+        cp: Accelerate's cp_size.
+        sp: Accelerate's sp_size, the ranks of DeepSpeed's Ulysses.
+
+    Raises:
+        ConfigurationError: if both are given.
+
+    Example:
+        >>> sequence_ranks(1, 2)
+        (2, 'ulysses')
+    """
+    if cp != 1 and sp != 1:
+        raise ConfigurationError(
+            f"cp_size={cp} and sp_size={sp} both divide sequences over ranks: keep cp_size, which gathers keys and "
+            "values, or sp_size, which exchanges heads (Ulysses)."
+        )
+    return (cp, "gather") if sp == 1 else (sp, "ulysses")
+
+
+def check_rotation(name: str) -> None:
+    """Refuses Accelerate's cp_comm_strategy "alltoall".
+
+    Raises:
+        ConfigurationError: for anything but "allgather".
+    """
+    if name == "alltoall":
+        raise ConfigurationError(
+            "cp_comm_strategy='alltoall' passes keys and values around a ring of ranks, which pays only where the work "
+            "of a GPU hides the messages, and is not part of this version: leave it out, the numbers are the same. To "
+            "exchange heads in place of keys and values (Ulysses), set sp_size in place of cp_size."
+        )
+    if name != "allgather":
+        raise ConfigurationError(f"cp_comm_strategy={name!r} is not known: use 'allgather', or leave it out.")
 
 
 def layouts_of(world: int) -> list[Layout]:

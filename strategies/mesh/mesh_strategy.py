@@ -29,9 +29,10 @@ from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.mesh.consistency import check_batch, check_replicated_gradients, is_sampled, sum_partial
 from leyden.strategies.mesh.context.attention import METHODS, Method
 from leyden.strategies.mesh.context.context_parallel import MANUAL, ContextParallel
+from leyden.strategies.mesh.context.own_loop import ContextLoop
 from leyden.strategies.mesh.context.sequence import Key
 from leyden.strategies.mesh.expert_parallel import WORD, ExpertParallel, check_router_loss
-from leyden.strategies.mesh.layout import ORDER, Layout
+from leyden.strategies.mesh.layout import ORDER, Layout, check_rotation, sequence_ranks
 from leyden.strategies.mesh.outputs import MeshOutputs
 from leyden.strategies.mesh.pipeline.absent import OVERLAPS, AbsentParameter, check_optimizers
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
@@ -128,11 +129,6 @@ class MeshStrategy(FSDPStrategy):
                 sequence_dims=sequence_dims,
                 sequence_padding=sequence_padding,
             )
-        elif pp != 1:
-            raise ConfigurationError(
-                f"pp={pp} with cp={cp}: this version runs no pipeline on parts of sequences. Use cp with dp_shard and "
-                "tp, or pp without cp."
-            )
         if kwargs.get("device_mesh") is not None:
             raise ConfigurationError(
                 f"device_mesh={kwargs['device_mesh']!r}: MeshStrategy makes its own mesh. Pass dp_replicate, dp_shard "
@@ -178,6 +174,9 @@ class MeshStrategy(FSDPStrategy):
         self.outputs: MeshOutputs = MeshOutputs(self)
         self._sequences: tuple[Any, ...] = (cp_method, dict(sequence_dims or {}), dict(sequence_padding or {}))
         self._context: ContextParallel | None = None
+        self._own_parts = ContextLoop(self, cp_method) if cp != 1 else None
+        if self._own_parts is not None:
+            self.own_loop = self._own_parts
         self._steps: Counter[Optimizer] = Counter()
         """The steps of each optimizer in this run."""
         self._compared: Counter[Optimizer] = Counter()
@@ -197,8 +196,12 @@ class MeshStrategy(FSDPStrategy):
         """
         # A YAML key without a value means the default.
         given = {name: value for name, value in config.items() if value is not None}
-        sizes = {name: given.pop(f"parallelism_config_{name}_size", None) for name in ORDER}
+        sizes = {name: given.pop(f"parallelism_config_{name}_size", None) for name in (*ORDER, "sp")}
         sizes = {name: size for name, size in sizes.items() if size is not None}
+        check_rotation(str(given.get("parallelism_config_cp_comm_strategy", "allgather")))
+        if "sp" in sizes:
+            sizes["cp"], method = sequence_ranks(sizes.get("cp", 1), sizes.pop("sp"))
+            kwargs = {"cp_method": method, **kwargs}
         rest = {name: value for name, value in given.items() if not name.startswith("parallelism_config_")}
         return cls(**sizes, **rest, **kwargs)
 
@@ -277,7 +280,8 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        return self.mesh
+        # The mesh with a dimension `cp` of its own, which users know by name.
+        return self.mesh if self.context_mesh is None else self.context_mesh._get_root_mesh()
 
     @property
     def copies_along(self) -> int | None:
@@ -330,6 +334,10 @@ class MeshStrategy(FSDPStrategy):
                 )
             return super().add_module(module)
         added = super().add_module(module, moves)
+        if self._own_parts is not None:
+            # A loop of the user's own cuts its batches itself.
+            self._context = None
+            self._own_parts.follow(added)
         if self._tensor_parallel:
             run_in_steps(added, self._custom_loop_step)
         return added
@@ -547,6 +555,8 @@ class MeshStrategy(FSDPStrategy):
     def loss_to_backward(self, loss: Tensor, num_items: Tensor | float | None, window: Window) -> Tensor:
         if self._context is not None:
             loss, num_items = self._context.of_all_parts(loss, num_items)
+        elif self._own_parts is not None and num_items is not None:
+            loss, num_items = self._own_parts.of_all_parts(loss, num_items)
         return super().loss_to_backward(loss, num_items, window)
 
     def _run_pipeline(
@@ -646,7 +656,7 @@ class MeshStrategy(FSDPStrategy):
                 check_batch(self.ranks, self.pipeline_mesh, batch)
             if self._tensor_parallel:
                 check_batch(self.ranks, self.tensor_mesh, batch)
-            if self.context_mesh is not None:
+            if self.context_mesh is not None and self._context is not None:
                 check_batch(self.ranks, self.context_mesh, batch)
         if self._batches > 1:
             return False

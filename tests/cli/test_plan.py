@@ -144,8 +144,39 @@ def test_one_slurm_task_per_rank_becomes_the_rank() -> None:
         ({"num_machines": 2, "rdzv_backend": "static", "max_restarts": 1}, CPU, "use rdzv_backend: c10d"),
         ({"compute_environment": "SLURM"}, CPU, "srun --ntasks-per-node=1 leyden launch"),
         ({"num_processes": 4, "parallelism_config": {"parallelism_config_tp_size": 3}}, CPU, "tp=3 does not match 4"),
-        ({"num_processes": 2, "parallelism_config": {"parallelism_config_cp_size": 2}}, CPU, "context parallelism is"),
-        ({"num_processes": 2, "parallelism_config": {"parallelism_config_sp_size": 2}}, CPU, "Ulysses is not part"),
+        (
+            {
+                "num_processes": 4,
+                "parallelism_config": {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2},
+            },
+            CPU,
+            "cp_size=2 and sp_size=2 both divide",
+        ),
+        (
+            {
+                "num_processes": 2,
+                "use_deepspeed": True,
+                "parallelism_config": {"parallelism_config_sp_size": 2},
+            },
+            CPU,
+            "Use distributed_type: FSDP",
+        ),
+        (
+            {"num_processes": 2, "parallelism_config": {"parallelism_config_cp_size": 3}},
+            CPU,
+            "cp=3 does not match 2 ranks",
+        ),
+        (
+            {
+                "num_processes": 2,
+                "parallelism_config": {
+                    "parallelism_config_cp_size": 2,
+                    "parallelism_config_cp_comm_strategy": "alltoall",
+                },
+            },
+            CPU,
+            "around a ring",
+        ),
         ({"tp_config": {"tp_size": 2, "tp_plan": "auto"}}, CPU, "give tp_size below it"),
         ({"use_deepspeed": True, "deepspeed_config": {"gradient_clipping": "much"}}, CPU, "is not a number"),
     ],
@@ -202,16 +233,19 @@ def test_the_plan_lists_keys_without_effect() -> None:
     assert len(made.lines("python a.py").splitlines()) <= 6
 
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+AXES = ("dp_replicate", "dp_shard", "tp", "cp")
 
 
 @pytest.mark.parametrize(
     ("found", "strategy", "sizes"),
     [
-        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "mesh", (2, 1, 2)),
-        ({"parallelism_config": {f"parallelism_config_{axis}_size": 1 for axis in (*AXES, "cp")}}, None, None),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "mesh", (2, 1, 2, 1)),
+        ({"parallelism_config": {f"parallelism_config_{axis}_size": 1 for axis in (*AXES, "sp")}}, None, None),
         ({"parallelism_config": {"parallelism_config_dp_replicate_size": 4}}, "ddp", None),
-        ({"distributed_type": "TP", "tp_config": {"tp_size": 4}}, "mesh", (1, 1, 4)),
+        ({"distributed_type": "TP", "tp_config": {"tp_size": 4}}, "mesh", (1, 1, 4, 1)),
+        ({"parallelism_config": {"parallelism_config_cp_size": 2}}, "mesh", (2, 1, 1, 2)),
+        ({"parallelism_config": {"parallelism_config_sp_size": 2}}, "mesh", (2, 1, 1, 2)),
+        ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_cp_degree": 2}}, "mesh", (2, 1, 1, 2)),
         (
             {
                 "distributed_type": "FSDP",
@@ -219,7 +253,7 @@ AXES = ("dp_replicate", "dp_shard", "tp")
                 "parallelism_config": {"parallelism_config_tp_size": 2},
             },
             "mesh",
-            (1, 2, 2),
+            (1, 2, 2, 1),
         ),
     ],
 )
@@ -233,4 +267,7 @@ def test_parallelism_sizes_lay_out_a_mesh(
         return
     made = with_options("mesh", launched.options)
     assert tuple(made.layout.sizes[axis] for axis in AXES) == sizes
+    is_ulysses = "parallelism_config_sp_size" in launched.options
+    assert made._sequences[0] == ("ulysses" if is_ulysses else "gather")
+    assert is_ulysses is ("parallelism_config_sp_size" in found.get("parallelism_config", {}))
     assert made.settings["cpu_offload"] is ("fsdp_config" in found)

@@ -289,11 +289,12 @@ def test_cpu_binding_is_asked_unless_the_machine_has_one_numa_node(monkeypatch: 
 
 
 def test_mesh_sizes_that_do_not_match_the_ranks_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong, right = ["3", "1", "1"], ["2", "2", "1"]
+    wrong, right = ["3", "1", "1", "1"], ["2", "1", "2", "1"]
     settings, _ = run_wizard(Machine(gpus=4), ["gpu", "all", "1", "parallel", *wrong, *right], Settings(), monkeypatch)
     sizes = settings.section("parallelism_config")
     assert sizes == {
         "parallelism_config_tp_size": 2,
+        "parallelism_config_cp_size": 1,
         "parallelism_config_dp_shard_size": 2,
         "parallelism_config_dp_replicate_size": 1,
     }

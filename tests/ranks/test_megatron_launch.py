@@ -72,8 +72,8 @@ def test_megatron_settings_train_like_one_process(ranks: int, section: dict[str,
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"tp_degree": 3}, "megatron_lm_tp_degree: 3 and megatron_lm_pp_degree: 1 share a model among 3 ranks"),
-    ({"cp_degree": 2}, "megatron_lm_cp_degree: 2: context parallelism is not part of this version"),
+    ({"tp_degree": 3}, "megatron_lm_tp_degree: 3, megatron_lm_pp_degree: 1, megatron_lm_cp_degree: 1 share a model"),
+    ({"cp_degree": 2, "pp_degree": 2}, "pp=2 with cp=2: this version runs no pipeline on parts of sequences"),
     ({"ep_degree": 2}, "megatron_lm_ep_degree: 2: this section cannot divide experts"),
 ]
 

@@ -33,7 +33,9 @@ class Collectives:
     """The collectives of a custom training loop. Every rank must call them, and every rank gets the result.
 
     `Accelerator`'s methods of the same names describe the arguments. The ranks of a tp group have the same samples, so
-    only one of them contributes to what is gathered or reduced.
+    only one of them contributes to what is gathered or reduced. The ranks of a cp group have parts of the same samples:
+    `gather`, `reduce` and scalars take all parts. What is gathered by sample is taken from one rank, and floating-point
+    numbers, one per sample, are averaged over the parts.
 
     Args:
         state: this rank's state.
@@ -48,6 +50,7 @@ class Collectives:
         self.state = state
         self._strategy = state.strategy
         self._readers = Readers(state.strategy)
+        self._parts = Readers(state.strategy, state.strategy.part_ranks)
         self._reading = reading
         self._checker = checker
         self._trigger = False
@@ -81,7 +84,7 @@ class Collectives:
         return map_tensors(tensor, self._gather_one)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
-        stacked = self._readers.all_gather(tensor)  # (data ranks, *shape)
+        stacked = self._parts.all_gather(tensor)  # (ranks with different samples or parts of them, *shape)
         return stacked if tensor.dim() == 0 else stacked.flatten(0, 1)
 
     def gather_object(self, obj: list[Any]) -> list[Any]:
@@ -124,16 +127,27 @@ class Collectives:
                 return tensor
             rows = loader.rows_of_samples(len(tensor))
             return tensor if rows == len(tensor) else tensor[:rows]
-        if loader is None or tensor.dim() == 0 or loader.is_regular:
+        if tensor.dim() == 0:
             return self._gather_one(tensor)
+        if loader is None or loader.is_regular:
+            return self._stacked_rows(tensor).flatten(0, 1)
         # Ranks may have different numbers of rows: pad them for the collective, then cut the padding.
         lengths: list[int] = self._readers.all_gather_object(tensor.shape[0])
         longest = max(lengths)
         if tensor.shape[0] < longest:
             filler = tensor.new_zeros((longest - tensor.shape[0], *tensor.shape[1:]))
             tensor = torch.cat([tensor, filler])
-        parts = self._readers.all_gather(tensor)
+        parts = self._stacked_rows(tensor)
         return torch.cat([part[:count] for part, count in zip(parts, self._counts(lengths), strict=True)])
+
+    def _stacked_rows(self, tensor: Tensor) -> Tensor:
+        """Stacks the rows of the data ranks: (data ranks, rows, …)."""
+        parts_per_sample = len(self._parts.ranks) // len(self._readers.ranks)
+        if parts_per_sample == 1 or tensor.dim() > 1 or not tensor.is_floating_point():
+            return self._readers.all_gather(tensor)
+        # A loss of each sample, of which every rank of a cp group has that of its part of the sequence.
+        stacked = self._parts.all_gather(tensor)
+        return stacked.view(-1, parts_per_sample, *tensor.shape).mean(1)
 
     def _counts(self, lengths: list[int]) -> list[int]:
         """Returns for each rank how many of its rows belong to samples that are not duplicates."""
@@ -157,7 +171,7 @@ class Collectives:
             check_shapes(self._strategy, tensor, None, "reduce", UNEVEN)
 
         def one(part: Tensor) -> Tensor:
-            total = self._readers.reduce(part, reduction=reduction)
+            total = self._parts.reduce(part, reduction=reduction)
             return total if scale == 1.0 else total * scale
 
         return map_tensors(tensor, one)

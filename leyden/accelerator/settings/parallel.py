@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from leyden.accelerator.ranks import joined_strategy
 from leyden.accelerator.settings.plugins import FullyShardedDataParallelPlugin
-from leyden.core.errors import ConfigurationError
-from leyden.strategies.mesh.layout import ORDER, Layout
+from leyden.core.errors import ConfigurationError, kind_of
+from leyden.core.rank_zero import inform
+from leyden.strategies.mesh.layout import ORDER, Layout, check_rotation, sequence_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from leyden.strategies.base import Strategy
 
-NO_CP = "context parallelism is not part of this version. Leave it out."
 SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
-NOT_YET = {
-    "cp_size": NO_CP,
-    "sp_size": "DeepSpeed Ulysses is not part of this version. Leave it out; tp_size splits activations along the "
-    "sequence for modules with 'sequence' in the model's plan.",
-}
 FLATTENED = {
     "dp": ("dp_replicate", "dp_shard"),
-    "dp_cp": ("dp_replicate", "dp_shard"),
-    "dp_shard_cp": ("dp_shard",),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "dp_shard_cp": ("dp_shard", "cp"),
 }
-"""Accelerate's names of flattened dimensions. This version has no `cp` dimension to include."""
+"""Accelerate's names of flattened dimensions."""
 
 
 @dataclass
@@ -49,6 +44,53 @@ class TorchTensorParallelConfig:
             raise ConfigurationError(
                 "TorchTensorParallelConfig(enable_async_tp=True) is not supported: overlapping communication with a "
                 "layer's matmul needs torch.compile and memory shared by GPUs. Leave it out; the numbers are the same."
+            )
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """Settings of context parallelism, for `ParallelismConfig(cp_handler=…)`.
+
+    Attributes:
+        cp_comm_strategy: "allgather": each rank collects the keys and values of the others. None takes the launcher's
+            `PARALLELISM_CONFIG_CP_COMM_STRATEGY`, or "allgather". "alltoall" is refused.
+
+    Raises:
+        ConfigurationError: for another `cp_comm_strategy`.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is None:
+            self.cp_comm_strategy = os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
+        check_rotation(self.cp_comm_strategy)
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """Settings of DeepSpeed's Ulysses, for `ParallelismConfig(sp_handler=…)`. DeepSpeed is not needed.
+
+    Attributes:
+        sp_seq_length: no effect: sequences may have any length that 2 · sp_size · tp_size divides.
+        sp_seq_length_is_variable: no effect.
+        sp_attn_implementation: "sdpa". None takes the launcher's `PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION`.
+
+    Raises:
+        ConfigurationError: for another `sp_attn_implementation`.
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.sp_attn_implementation is None:
+            self.sp_attn_implementation = os.environ.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION")
+        if self.sp_attn_implementation not in (None, "sdpa"):
+            raise ConfigurationError(
+                f"sp_attn_implementation={self.sp_attn_implementation!r} is not supported: sequences are divided in "
+                "torch's attention. Load the model with attn_implementation='sdpa', and leave this out."
             )
 
 
@@ -90,17 +132,18 @@ class ParallelismConfig:
         dp_replicate_size: replicas of the model; alone it means DDP.
         dp_shard_size: ranks that shard one replica; alone it means FSDP, with replicas HSDP.
         tp_size: ranks that split each layer and share their batches.
-        cp_size: ranks of context parallelism; 1 in this version.
-        sp_size: ranks of DeepSpeed Ulysses; 1 in this version.
+        cp_size: ranks that divide the sequences of a batch, in `Accelerator.maybe_context_parallel`; they shard the
+            model too.
+        sp_size: the same by exchanging heads, as DeepSpeed's Ulysses does, without DeepSpeed.
         cp_backend: "torch"; only read by libraries.
         sp_backend: "deepspeed"; only read by libraries.
         tp_handler: a `TorchTensorParallelConfig`.
-        cp_handler: no effect while cp_size is 1.
-        sp_handler: no effect while sp_size is 1.
+        cp_handler: a `TorchContextParallelConfig`.
+        sp_handler: a `DeepSpeedSequenceParallelConfig`.
         pp_size: ranks of the pipeline, each with its stages (`Accelerator.pipeline_step`). Not in Accelerate.
 
     Raises:
-        ConfigurationError: for a size below 1, and for sizes that this version does not support.
+        ConfigurationError: for a size below 1, and for sizes that do not go together.
 
     Example:
         >>> config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4, tp_size=2)
@@ -116,8 +159,8 @@ class ParallelismConfig:
     cp_backend: str = "torch"
     sp_backend: str = "deepspeed"
     tp_handler: TorchTensorParallelConfig | None = None
-    cp_handler: Any = None
-    sp_handler: Any = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -126,15 +169,25 @@ class ParallelismConfig:
             text = str(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1) if given is None else given)
             if not text.isdigit() or int(text) < 1:
                 raise ConfigurationError(f"ParallelismConfig({name}={text}): use an integer of at least 1.")
-            if name in NOT_YET and int(text) > 1:
-                raise ConfigurationError(f"ParallelismConfig({name}={text}): {NOT_YET[name]}")
             setattr(self, name, int(text))
+        kinds: dict[str, type] = {"cp": TorchContextParallelConfig, "sp": DeepSpeedSequenceParallelConfig}
+        for name, kind in kinds.items():
+            handler = getattr(self, f"{name}_handler")
+            if handler is None and getattr(self, f"{name}_size") > 1:
+                setattr(self, f"{name}_handler", kind())
+            elif handler is not None and not isinstance(handler, kind):
+                raise ConfigurationError(
+                    f"ParallelismConfig({name}_handler=…) got {kind_of(handler)}. Pass a {kind.__name__}."
+                )
+        # Sizes that do not go together raise here.
+        self.layout  # noqa: B018
         self._mesh: DeviceMesh | None = None
 
     @property
     def layout(self) -> Layout:
         """The sizes as a mesh layout."""
-        return Layout(self.dp_replicate_size or 1, self.dp_shard_size or 1, self.tp_size or 1, self.pp_size or 1)
+        cp, _ = sequence_ranks(self.cp_size or 1, self.sp_size or 1)
+        return Layout(self.dp_replicate_size or 1, self.dp_shard_size or 1, self.tp_size or 1, self.pp_size or 1, cp)
 
     @property
     def replicas(self) -> int:
@@ -159,7 +212,7 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """Number of ranks that share the same samples."""
-        return self.layout.tp * self.layout.pp
+        return self.layout.tp * self.layout.pp * self.layout.cp
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -179,11 +232,15 @@ class ParallelismConfig:
 
     @property
     def cp_enabled(self) -> bool:
-        return False
+        return (self.cp_size or 1) > 1
 
     @property
     def sp_enabled(self) -> bool:
-        return False
+        return (self.sp_size or 1) > 1
+
+    @property
+    def _cp_dim_names(self) -> list[str]:
+        return ["cp"] if self.cp_enabled else ["sp"] if self.sp_enabled else []
 
     @property
     def dp_dim_names(self) -> list[str]:
@@ -194,17 +251,17 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """Names of the dimensions along which samples are the same."""
-        return [name for name in ("pp", "tp") if getattr(self.layout, name) > 1]
+        return [name for name in ("pp", "tp") if getattr(self.layout, name) > 1] + self._cp_dim_names
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """Names of the dimensions along which a replica is sharded."""
-        return ["dp_shard"] if self.dp_shard_enabled else []
+        return (["dp_shard"] if self.dp_shard_enabled else []) + self._cp_dim_names
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """Names of the dimensions along which losses are averaged."""
-        return self.dp_dim_names
+        return self.dp_dim_names + self._cp_dim_names
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -241,9 +298,9 @@ class ParallelismConfig:
         from torch.distributed.device_mesh import init_device_mesh
 
         self.check(joined_strategy("cpu" if device_type == "cpu" else None).ranks.world_size)
-        names = tuple(name for name in ORDER if name in self.active_mesh_dims)
-        mesh = init_device_mesh(device_type, tuple(self.layout.sizes[name] for name in names), mesh_dim_names=names)
-        _name_jointly(mesh)
+        sizes = {name: self.layout.sizes[name] for name in ORDER if self.layout.sizes[name] > 1}
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self._name_jointly(mesh)
         return mesh
 
     def adopt(self, mesh: DeviceMesh | None) -> None:
@@ -254,7 +311,19 @@ class ParallelismConfig:
         """
         self._mesh = mesh
         if mesh is not None:
-            _name_jointly(mesh)
+            self._name_jointly(mesh)
+
+    def _name_jointly(self, mesh: DeviceMesh) -> None:
+        """Adds Accelerate's names for a mesh's dimensions, and for several of them together."""
+        known = mesh.mesh_dim_names or ()
+        for name in set(known) & {"replicate", "shard"}:
+            mesh[name]._flatten(f"dp_{name}")
+        if self.sp_enabled:
+            mesh["cp"]._flatten("sp")
+        for flattened, names in FLATTENED.items():
+            own = tuple(name for name in known if name in names or f"dp_{name}" in names)
+            if own:
+                mesh[own]._flatten(flattened)
 
     def build(self, fsdp_plugin: FullyShardedDataParallelPlugin | None = None) -> str | Strategy:
         """Builds the strategy.
@@ -262,16 +331,22 @@ class ParallelismConfig:
         Args:
             fsdp_plugin: settings for the sharding.
         """
-        if fsdp_plugin is not None and not self.dp_shard_enabled:
+        layout = self.layout
+        if fsdp_plugin is not None and layout.dp_shard == layout.cp == 1:
             raise ConfigurationError(
                 "fsdp_plugin needs ranks to shard over, but ParallelismConfig has dp_shard_size=1. Set dp_shard_size."
             )
-        layout = self.layout
-        if self.tp_enabled or self.pp_enabled:
+        if max(layout.tp, layout.pp, layout.cp) > 1:
             from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 
             plugin = {} if fsdp_plugin is None else fsdp_plugin.arguments()
-            return MeshStrategy(layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, **plugin)
+            if self.sp_enabled:
+                plugin["cp_method"] = "ulysses"
+                inform(
+                    f"sp_size={self.sp_size} divides sequences by MeshStrategy(cp={self.sp_size}, "
+                    "cp_method='ulysses'), without DeepSpeed, within accelerator.maybe_context_parallel"
+                )
+            return MeshStrategy(layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp, **plugin)
         if self.dp_shard_enabled:
             mesh = (layout.dp_replicate, layout.dp_shard) if self.dp_replicate_enabled else None
             built: Strategy = (fsdp_plugin or FullyShardedDataParallelPlugin()).build(mesh)
@@ -286,14 +361,3 @@ class ParallelismConfig:
                 f"ParallelismConfig needs {self.total_size} ranks ({sizes}), but there are {ranks}. Choose sizes whose "
                 "product is the number of ranks."
             )
-
-
-def _name_jointly(mesh: DeviceMesh) -> None:
-    """Adds Accelerate's names for a mesh's dimensions, and for several of them together."""
-    known = mesh.mesh_dim_names or ()
-    for name in set(known) & {"replicate", "shard"}:
-        mesh[name]._flatten(f"dp_{name}")
-    for flattened, names in FLATTENED.items():
-        own = tuple(name for name in known if name in names or f"dp_{name}" in names)
-        if own:
-            mesh[own]._flatten(flattened)

@@ -7,21 +7,15 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from leyden.accelerator.settings.parallel import NO_CP
 from leyden.cli.settings.settings import Settings
 from leyden.core.errors import ConfigurationError
 from leyden.strategies.deepspeed.config import ZeroConfig
-from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.layout import Layout, check_rotation, sequence_ranks
 
-MESH = ("dp_replicate", "dp_shard", "tp", "pp")
+MESH = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 """The dimensions of a mesh that a launch supports."""
 STAGES = (1, 2, 3)
 """ZeRO stages that have a strategy name of their own."""
-ABSENT = {
-    "cp": "context parallelism is not part of this version. Leave it out.",
-    "ep": "this section cannot divide experts. Leave it out, and use MeshStrategy(ep=…) in the script instead.",
-}
-"""Megatron-LM's dimensions that a launch does not set → the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +49,13 @@ def chosen_strategy(settings: Settings, ranks: int) -> StrategyChoice:
             does not have.
     """
     if settings.kind == "DEEPSPEED":
+        for name in ("cp", "sp"):
+            size = settings.section("parallelism_config").get(f"parallelism_config_{name}_size", 1)
+            if size > 1:
+                raise ConfigurationError(
+                    f"parallelism_config_{name}_size: {size} with distributed_type: DEEPSPEED: sequences are divided "
+                    "on a mesh, without DeepSpeed's engine. Use distributed_type: FSDP, or leave it out."
+                )
         return _zero(settings)
     if settings.kind == "MEGATRON_LM":
         return _megatron(settings, ranks)
@@ -65,8 +66,10 @@ def chosen_strategy(settings: Settings, ranks: int) -> StrategyChoice:
     options = settings.effective("fsdp_config") if settings.kind == "FSDP" else {}
     is_whole = settings.kind != "FSDP" or options.get("fsdp_sharding_strategy") == "NO_SHARD"
     layout = _layout(settings, ranks, is_whole)
-    if layout is not None and max(layout.tp, layout.pp, layout.dp_shard) > 1:
-        sizes = {f"parallelism_config_{name}_size": size for name, size in layout.sizes.items() if name in MESH}
+    if layout is not None and max(layout.tp, layout.pp, layout.cp, layout.dp_shard) > 1:
+        sizes = {f"parallelism_config_{name}_size": size for name, size in layout.sizes.items()}
+        if settings.section("parallelism_config").get("parallelism_config_sp_size", 1) > 1:
+            sizes |= {"parallelism_config_sp_size": layout.cp, "parallelism_config_cp_size": 1}
         return StrategyChoice("mesh", {**options, **sizes})
     if settings.kind == "FSDP":
         return StrategyChoice("ddp") if is_whole else StrategyChoice("fsdp", options)
@@ -85,19 +88,14 @@ def _layout(settings: Settings, ranks: int, is_whole: bool) -> Layout | None:
         ConfigurationError: for sizes that do not make up the ranks, and dimensions that this version does not have.
     """
     section = settings.section("parallelism_config")
-    sizes = {name: section.get(f"parallelism_config_{name}_size") for name in (*MESH, "cp", "sp")}
+    sizes = {name: section.get(f"parallelism_config_{name}_size") for name in (*MESH, "sp")}
     given = {name: size for name, size in sizes.items() if size is not None}
     if math.prod(given.values()) == 1:
         return None
-    if given.pop("cp", 1) > 1:
-        raise ConfigurationError(f"parallelism_config_cp_size: {NO_CP}")
-    if given.pop("sp", 1) > 1:
-        raise ConfigurationError(
-            "parallelism_config_sp_size: DeepSpeed's Ulysses is not part of this version: leave it out, and let "
-            "parallelism_config_tp_size split activations along the sequence, by 'sequence' in the model's plan."
-        )
     filled = "dp_replicate" if is_whole else "dp_shard"
     try:
+        check_rotation(section.get("parallelism_config_cp_comm_strategy", "allgather"))
+        given["cp"], _ = sequence_ranks(given.get("cp", 1), given.pop("sp", 1))
         return Layout(**{"dp_replicate": 1, "dp_shard": 1, filled: -1, **given}).filled(ranks)
     except ConfigurationError as error:
         raise ConfigurationError(f"parallelism_config: {error}") from None
@@ -156,23 +154,28 @@ def _megatron(settings: Settings, ranks: int) -> StrategyChoice:
         ConfigurationError: for degrees that do not divide the ranks, or that this version does not have.
     """
     section = settings.section("megatron_lm_config")
-    degrees = {name: int(section.get(f"megatron_lm_{name}_degree") or 1) for name in ("tp", "pp", *ABSENT)}
-    for name, reason in ABSENT.items():
-        if degrees[name] > 1:
-            raise ConfigurationError(f"megatron_lm_{name}_degree: {degrees[name]}: {reason}")
-    model = degrees["tp"] * degrees["pp"]
-    if ranks % model:
+    degrees = {name: int(section.get(f"megatron_lm_{name}_degree") or 1) for name in ("tp", "pp", "cp", "ep")}
+    if degrees["ep"] > 1:
         raise ConfigurationError(
-            f"megatron_lm_tp_degree: {degrees['tp']} and megatron_lm_pp_degree: {degrees['pp']} share a model among "
-            f"{model} ranks, which do not divide {ranks}: change them, or num_processes."
+            f"megatron_lm_ep_degree: {degrees['ep']}: this section cannot divide experts. Leave it out, and use "
+            "MeshStrategy(ep=…) in the script instead."
+        )
+    model = degrees["tp"] * degrees["pp"] * degrees["cp"]
+    if ranks % model:
+        named = [f"megatron_lm_{name}_degree: {degrees[name]}" for name in ("tp", "pp", "cp")]
+        raise ConfigurationError(
+            f"{', '.join(named)} share a model among {model} ranks, which do not divide {ranks}: change them, or "
+            "num_processes."
         )
     shards = bool(section.get("megatron_lm_use_distributed_optimizer"))
     recomputes = bool(section.get("megatron_lm_recompute_activations"))
     norm = section.get("megatron_lm_gradient_clipping")
     if model == 1 and not (shards or recomputes):
         return StrategyChoice("ddp", norm=norm)
-    sizes = {"tp": degrees["tp"], "pp": degrees["pp"], "dp_shard": 1, "dp_replicate": 1}
+    sizes = {"tp": degrees["tp"], "pp": degrees["pp"], "cp": degrees["cp"], "dp_shard": 1, "dp_replicate": 1}
     sizes["dp_shard" if shards else "dp_replicate"] = ranks // model
+    # Sizes that do not go together raise here, and not on the ranks.
+    Layout(**sizes)
     options: dict[str, Any] = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
     if degrees["pp"] > 1 and section.get("megatron_lm_num_micro_batches"):
         options["microbatches"] = int(section["megatron_lm_num_micro_batches"])

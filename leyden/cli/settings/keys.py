@@ -230,16 +230,18 @@ DEEPSPEED: tuple[ConfigKey, ...] = (
     ConfigKey("deepspeed_inclusion_filter", str, without=_HOSTS),
     ConfigKey("deepspeed_multinode_launcher", str, without=_HOSTS),
 )
-_NO_CP = "context parallelism is not part of this version."
-_NO_SP = "DeepSpeed's Ulysses is not part of this version."
+_NO_SP = "sequences are divided without DeepSpeed, in torch's attention."
+_LENGTHS = "sequences may have any length that 2 · sp_size · tp_size divides."
 _SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "sp")
 PARALLELISM: tuple[ConfigKey, ...] = (
     *(ConfigKey(f"parallelism_config_{name}_size", int, f"ranks of the {name} axis", least=1) for name in _SIZES),
-    ConfigKey("parallelism_config_cp_comm_strategy", ("allgather", "alltoall"), without=_NO_CP),
-    ConfigKey("parallelism_config_cp_backend", str, without=_NO_CP),
+    ConfigKey(
+        "parallelism_config_cp_comm_strategy", ("allgather", "alltoall"), "how keys and values reach other ranks"
+    ),
+    ConfigKey("parallelism_config_cp_backend", str, without="there is one, torch."),
     ConfigKey("parallelism_config_sp_backend", str, without=_NO_SP),
-    ConfigKey("parallelism_config_sp_seq_length", int, without=_NO_SP, least=1),
-    ConfigKey("parallelism_config_sp_seq_length_is_variable", bool, without=_NO_SP),
+    ConfigKey("parallelism_config_sp_seq_length", int, without=_LENGTHS, least=1),
+    ConfigKey("parallelism_config_sp_seq_length_is_variable", bool, without=_LENGTHS),
     ConfigKey("parallelism_config_sp_attn_implementation", str, without=_NO_SP),
 )
 MEGATRON: tuple[ConfigKey, ...] = (

@@ -25,7 +25,7 @@ SPREADS = {
     "ddp": "every rank holds the whole model",
     "fsdp": "parameters are sharded over the ranks",
     "deepspeed": "DeepSpeed's ZeRO",
-    "parallel": "layers are split (tensor parallel), within FSDP or replicas",
+    "parallel": "layers are split (tensor parallel) or sequences divided (context parallel), within FSDP or replicas",
     "megatron": "layers are split, and blocks divided into stages, by Megatron-LM's settings",
 }
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
@@ -35,6 +35,7 @@ WITHOUT_REPLICAS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 KINDS = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
 AXES = {
     "tp": "Ranks that split each layer (tensor parallel)",
+    "cp": "Ranks that divide each sequence (context parallel)",
     "dp_shard": "Ranks that shard the parameters",
     "dp_replicate": "Replicas of the model",
 }

@@ -74,6 +74,8 @@ class SequenceAttention:
     ) -> None:
         self.part, self.share, self._group, self._masks = part, part.share, group, masks
         self._attend = self._gathered if method == "gather" else self._by_heads
+        self.has_divided = False
+        """True once a layer has attended over the whole sequence."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -102,6 +104,7 @@ class SequenceAttention:
         own = self.share.own_length
         if query.shape[-2] != own or key.shape[-2] != own:
             return _sdpa(query, key, value, attn_mask, is_causal=is_causal, **options)
+        self.has_divided = True
         hidden = self._hidden(attn_mask, is_causal, query.dtype)
         return self._attend(query, key, value, hidden, is_causal, options)
 

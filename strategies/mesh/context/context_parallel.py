@@ -50,8 +50,8 @@ class ContextParallel:
         self._size = dist.get_world_size(group)
         self._transformer = find_transformer(module)
         if self._transformer is not None:
-            _check(self._transformer)
-        shifts = self._transformer is not None and _shifts(self._transformer)
+            check_model(self._transformer)
+        shifts = self._transformer is not None and shifts_labels(self._transformer)
         is_transformer = self._transformer is not None
         self._cut = SequenceCut(group, dimensions, padding, strategy.layout.tp, is_transformer, shifts)
         self._masks: dict[tuple[Any, ...], Tensor] = {}
@@ -75,7 +75,7 @@ class ContextParallel:
         with ExitStack() as stack:
             stack.enter_context(SequenceAttention(part, self._method, self._group, self._masks).running())
             if self._transformer is not None:
-                stack.enter_context(_without_masks(part))
+                stack.enter_context(without_masks(part))
             yield
 
     # the loss ---------------------------------------------------------------------------------------------------------
@@ -217,14 +217,14 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 # models of transformers ----------------------------------------------------------------------------------------------
-def _shifts(model: Any) -> bool:
+def shifts_labels(model: Any) -> bool:
     """Returns True if a model predicts each label from the position before it."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     return LOSS_MAPPING.get(getattr(model, "loss_type", "")) is ForCausalLMLoss
 
 
-def _check(model: Any) -> None:
+def check_model(model: Any) -> None:
     """Refuses a model of `transformers` whose attention cannot be divided."""
     config = model.config
     name = type(model).__name__
@@ -242,7 +242,7 @@ def _check(model: Any) -> None:
 
 
 @contextmanager
-def _without_masks(part: SequencePart) -> Iterator[None]:
+def without_masks(part: SequencePart) -> Iterator[None]:
     """Models of `transformers` make no masks in the block: attention knows which keys each query sees."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
