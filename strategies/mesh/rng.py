@@ -76,22 +76,24 @@ class TensorParallelRNG:
         Raises:
             ConfigurationError: if backward reruns a block whose random numbers cannot be reproduced.
         """
-        if self._active and self._sequence and self._has_drawn and _in_backward():
+        if self._active and self._sequence and self._has_drawn and torch._C._current_graph_task_id() != -1:
             raise ConfigurationError(
                 "a block with dropout is rerun in backward, and under a plan with 'sequence' layers it would drop "
                 "other elements than in forward. Set its dropout to 0, or leave out activation checkpointing or "
                 "'sequence'."
             )
-        rerun = _current_rerun()
-        if self._rerun is not None and rerun is not self._rerun:
+        if not self._active:
+            return
+        if self._rerun is not None and _current_rerun() is not self._rerun:
             # torch ends a rerun as soon as backward has what it needs, perhaps while this rank draws from its own
             # sequence, and restores the generators itself.
             self._suspended = self._rerun = None
         is_apart = self._suspended is not None
-        if not self._active or differ is is_apart:
+        if differ is is_apart:
             return
         if differ:
-            self._before_seed, self._rerun = torch.default_generator.get_state(), rerun
+            self._before_seed = torch.default_generator.get_state()
+            self._rerun = _current_rerun() if torch._C._current_graph_task_id() != -1 else None
             self._has_drawn |= not torch.equal(self._before_seed, self._last_shared)
             seed = int(torch.randint(2**62, ()))
             self._suspended = self._states()
@@ -114,14 +116,9 @@ class TensorParallelRNG:
         return [generator.get_state() for generator in self._generators]
 
 
-def _in_backward() -> bool:
-    """Returns True within a backward pass, in which activation checkpointing reruns forwards."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _current_rerun() -> object:
-    """Returns an object that identifies the block which activation checkpointing reruns; None outside of backward."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) if _in_backward() else None
+    """Returns an object that identifies the block which activation checkpointing reruns; None if it reruns none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]
 
 
