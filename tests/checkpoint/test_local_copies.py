@@ -175,6 +175,14 @@ def test_a_run_from_scratch_is_newer_than_an_earlier_ones_copy(
     assert uploaded(memory) == copies(tmp_path, memory) == ["epoch=2-step=9"]
 
 
+def test_a_name_that_is_taken_gets_a_version_in_both_places(memory: str, quiet: dict[str, Any], tmp_path: Path) -> None:
+    _, trainer = fit(tmp_path, quiet, ModelCheckpoint(memory, local_copy=True))
+    url = f"{memory}/epoch=1-step=6"
+    assert str(trainer.save_checkpoint(url, overwrite=False)) == f"{url}-v1"
+    assert uploaded(memory) == ["epoch=1-step=6", "epoch=1-step=6-v1"]
+    assert copies(tmp_path, memory) == ["epoch=1-step=6-v1"]
+
+
 def test_a_copy_of_weights_alone_is_not_resumed(memory: str, quiet: dict[str, Any], tmp_path: Path) -> None:
     def saves() -> list[Callback]:
         weights = ModelCheckpoint(f"{memory}/weights", save_weights_only=True, local_copy=True)
