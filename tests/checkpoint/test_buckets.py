@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from leyden import Accelerator, ConfigurationError, Trainer
 from leyden.callbacks import ModelCheckpoint
+from leyden.checkpoint.format import bucket
 from leyden.checkpoint.format.bucket import RETRIES, BucketPath, place_of, store_of
 from leyden.checkpoint.format.errors import CheckpointError, NoCheckpointError
 from leyden.checkpoint.reader import CheckpointReader
@@ -223,6 +224,18 @@ def test_empty_objects_odd_names_and_a_whole_bucket(server: Server) -> None:
     assert [path.name for path in (whole / "odd").iterdir()] == ["a?b %20ü", "empty"]
     assert (whole / "odd" / "a?b %20ü").read_bytes(2) == b"12"
     assert whole.is_dir() and not whole.is_file() and whole / "odd" in list(whole.iterdir())
+
+
+def test_a_file_of_more_parts_than_a_store_takes_has_larger_ones(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket, "MOST_PARTS", 2)
+    path = BucketPath(f"{URL}/large")
+    with path.upload(5 * bucket.PART) as file:
+        for number in range(5):
+            file.write(bytes([number]) * bucket.PART)
+    assert [method for method, name, _ in server.requests if name.endswith("/large")].count("PUT") == 2
+    assert path.read_bytes(6 * bucket.PART) == b"".join(bytes([number]) * bucket.PART for number in range(5))
 
 
 def test_a_plugin_gets_urls_and_needs_no_obstore(tmp_path: Path, quiet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
