@@ -611,7 +611,9 @@ class MeshStrategy(FSDPStrategy):
         )
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
-        self._begin_batch(batch)
+        if self._context is None:
+            # Otherwise `shadow_batch` has begun the batch, before it was cut.
+            self._begin_batch(batch)
         with self.step_context(trains=self.modules[0].training):
             return super().forward(step_fn, batch, extra)
 
@@ -627,6 +629,7 @@ class MeshStrategy(FSDPStrategy):
         with ExitStack() as stack:
             stack.enter_context(self.step_context())
             if self._context is not None and filler is not None:
+                self._begin_batch(filler)
                 self._rehearse(step_fn, filler, extra)
                 part = self._context.cut(filler)
                 stack.enter_context(self._context.running(part))

@@ -82,11 +82,15 @@ class SequenceAttention:
         """Replaces `scaled_dot_product_attention` in the block."""
         global _current
         before, own = _current, F.scaled_dot_product_attention
+        # In evaluation, torch's nn.MultiheadAttention and its encoder layers would not call it.
+        has_fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         _current, F.scaled_dot_product_attention = self, self.attend  # type: ignore[assignment]
         try:
             yield
         finally:
             _current, F.scaled_dot_product_attention = before, own
+            torch.backends.mha.set_fastpath_enabled(has_fast_path)
 
     def attend(
         self,
@@ -117,15 +121,18 @@ class SequenceAttention:
                     "rank cannot make the mask of the whole sequence. Pass is_causal=True, or a mask of keys alone, "
                     "(B, 1, 1, T)."
                 )
-            return _as_bias(gather(self.share, self._group, mask, -1), dtype)
+            bias = _as_bias(gather(self.share, self._group, mask, -1), dtype)
+            return bias if is_causal or not self.share.filled else bias.masked_fill(self._added(bias.device), -torch.inf)
         keys = self.part.keys if self.part.uses_masks else None
         if keys is not None and not (is_causal and self.part.pads_at_end):
             return _as_bias(keys[:, None, None, :], dtype)
         if self.share.filled and not is_causal:
-            device = None if keys is None else keys.device
-            whole = torch.arange(self.share.length, device=device) < self.share.length - self.share.filled
-            return _as_bias(whole[None, None, None, :], dtype)
+            return _as_bias(~self._added(None if keys is None else keys.device)[None, None, None, :], dtype)
         return None
+
+    def _added(self, device: torch.device | None) -> Tensor:
+        """Returns True for the positions that were added to fill up the sequence, (T,)."""
+        return torch.arange(self.share.length, device=device) >= self.share.length - self.share.filled
 
     # the two methods --------------------------------------------------------------------------------------------------
     def _gathered(
@@ -159,6 +166,8 @@ class SequenceAttention:
             times = query.shape[-3] // key.shape[-3]
             key, value = (tensor.repeat_interleave(times, -3) for tensor in (key, value))
             options = {**options, "enable_gqa": False}
+        if hidden is not None and hidden.ndim > 2 and hidden.shape[-3] > 1:
+            hidden = hidden.chunk(size, -3)[self.share.rank]
         exchange: Callable[..., Any] = _Exchange.apply
         query, key, value = exchange(self.share, self._group, True, query, key, value)
         if is_causal:
