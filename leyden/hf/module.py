@@ -380,6 +380,9 @@ class HFModule(TrainModule):
             # Models that shift their decoder's inputs make them from the labels, which they do not get here.
             shift = getattr(base_model(self.model), "prepare_decoder_input_ids_from_labels", None)
             inputs |= {} if shift is None else {"decoder_input_ids": shift(labels=labels)}
+        shifts = self._shifts
+        if self.label_smoothing and "shift_labels" in inputs:
+            labels, shifts = inputs.pop("shift_labels"), False
         if self._is_packed(inputs) and self._takes_cache:
             # With a cache of keys and values, models ignore that positions begin anew: documents would see each other.
             inputs["use_cache"] = False
@@ -392,7 +395,7 @@ class HFModule(TrainModule):
         if self.compute_loss_func is not None:
             return self.compute_loss_func(outputs, labels, num_items_in_batch=num_items), outputs
         if labels is not None:
-            return smoothed_loss(outputs.logits, labels, self.label_smoothing, self._shifts, num_items), outputs
+            return smoothed_loss(outputs.logits, labels, self.label_smoothing, shifts, num_items), outputs
         return loss_of(outputs), outputs
 
     @property

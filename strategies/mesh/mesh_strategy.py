@@ -596,6 +596,7 @@ class MeshStrategy(FSDPStrategy):
                 return self._whole(self._pipeline.evaluate(step_fn, batch, extra))  # type: ignore[return-value]
         if self._context is not None:
             self._begin_batch(batch)
+            self._context.rehearse_evaluation(step_fn, batch, extra)
             part = self._context.cut(batch)
             with self.step_context(trains=False), self._context.running(part):
                 outputs = Strategy.forward(self, step_fn, part.batch, extra)

@@ -213,6 +213,8 @@ class EpochValues:
             # Ranks with parts of the same sequences have counted different tokens.
             parts = self._strategy.part_ranks
             return as_number(entry.name, metrics.compute(entry.metric, states, {rank: parts[rank] for rank in states}))
+        if self._strategy.outputs.are_split:
+            _check_parts(entry, [(rank.data_rank, rank.numbers[key]) for rank in ranks if key in rank.numbers])
         counted = metrics.once(data_ranks)
         numbers = [rank.numbers[key] for rank in ranks if rank.index in counted and key in rank.numbers]
         return entry.as_logged(combined(entry, numbers))
@@ -233,6 +235,22 @@ class EpochValues:
         for reported in self._strategy.ranks.all_gather_object(dict(results)):
             known = {key: value for key, value in reported.items() if value is not None} | known
         return [(key, known[key]) for key in sorted(known) if key not in results]
+
+
+def _check_parts(entry: Entry, numbers: Sequence[tuple[int, list[float]]]) -> None:
+    """Checks a value that an evaluation logs outside of its step: the ranks of a data rank must agree on it.
+
+    Raises:
+        ConfigurationError: on every rank, if they differ, because each has counted its own part of the sequences.
+    """
+    # As text, in which nan equals nan.
+    found = {(data_rank, str(own)) for data_rank, own in numbers}
+    if entry.event.startswith(("on_validation", "on_test")) and len(found) > len({data_rank for data_rank, _ in found}):
+        raise ConfigurationError(
+            f"self.log({entry.name!r}) in {entry.event} got different values on ranks that hold parts of the same "
+            "sequences: each has counted its own part. Log it in the step, which makes one value of the parts, use a "
+            "torchmetrics object, or pass sync_dist=False for this rank's value."
+        )
 
 
 def over_ranks(strategy: Strategy) -> EpochValues | None:

@@ -29,7 +29,7 @@ METHODS = ("gather", "ulysses")
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 _reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
 _wait: Callable[[Tensor], Tensor] = collectives.wait_tensor
-ROWS = 512
+ROWS = 256
 """Queries per call. Each call takes a mask of this many rows, and all of them share one."""
 _sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
 _current: SequenceAttention | None = None
@@ -63,6 +63,7 @@ class SequenceAttention:
         method: how keys and values reach the queries.
         group: the ranks among which the sequence is divided.
         masks: the masks that earlier steps have made. Added to.
+        others: takes the lengths of keys that are not the sequence's; None if nobody asks.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class SequenceAttention:
         method: Method,
         group: dist.ProcessGroup,
         masks: dict[tuple[Any, ...], Tensor],
+        others: set[int] | None = None,
     ) -> None:
-        self.part, self.share, self._group, self._masks = part, part.share, group, masks
+        self.part, self.share, self._group, self._masks, self._others = part, part.share, group, masks, others
         self._attend = self._gathered if method == "gather" else self._by_heads
         self.has_divided = False
         """True once a layer has attended over the whole sequence."""
@@ -107,6 +109,8 @@ class SequenceAttention:
         options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         own = self.share.own_length
         if query.shape[-2] != own or key.shape[-2] != own:
+            if self._others is not None:
+                self._others.add(key.shape[-2])
             return _sdpa(query, key, value, attn_mask, is_causal=is_causal, **options)
         self.has_divided = True
         hidden = self._hidden(attn_mask, is_causal, query.dtype)
@@ -122,7 +126,8 @@ class SequenceAttention:
                     "(B, 1, 1, T)."
                 )
             bias = _as_bias(gather(self.share, self._group, mask, -1), dtype)
-            return bias if is_causal or not self.share.filled else bias.masked_fill(self._added(bias.device), -torch.inf)
+            is_seen = is_causal or not self.share.filled
+            return bias if is_seen else bias.masked_fill(self._added(bias.device), -torch.inf)
         keys = self.part.keys if self.part.uses_masks else None
         if keys is not None and not (is_causal and self.part.pads_at_end):
             return _as_bias(keys[:, None, None, :], dtype)

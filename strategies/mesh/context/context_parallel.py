@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from leyden.core.errors import ConfigurationError
 from leyden.core.tree import map_tensors, widest_float
+from leyden.strategies.fsdp.sharding import whole as whole_tensor
 from leyden.strategies.mesh.context.attention import Method, SequenceAttention, gather
 from leyden.strategies.mesh.context.sequence import Key, SequenceCut, SequencePart, find_transformer
 from leyden.strategies.window import read_loss
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 MANUAL = (
     "context parallelism makes one loss of the parts of a sequence, and in manual optimization the step does that "
     "itself: use automatic optimization, or a mesh without cp."
+)
+
+CAUSES = (
+    "something besides attention depends on the position or on other positions. Make positions by "
+    "leyden.strategies.sequence_positions(length) in place of torch.arange, call attention as "
+    "torch.nn.functional.scaled_dot_product_attention (nn.MultiheadAttention does with need_weights=False), and shift "
+    "labels before the batch is cut (a model of transformers that shifts them itself takes them as 'shift_labels'). A "
+    "convolution or a sum over the sequence cannot be cut."
 )
 
 
@@ -54,13 +63,16 @@ class ContextParallel:
             check_model(self._transformer)
         shifts = self._transformer is not None and shifts_labels(self._transformer)
         is_transformer = self._transformer is not None
-        self._cut = SequenceCut(group, dimensions, padding, strategy.layout.tp, is_transformer, shifts)
+        counts = any(hasattr(part, "create_position_ids_from_input_ids") for part in module.modules())
+        self._cut = SequenceCut(group, dimensions, padding, strategy.layout.tp, is_transformer, shifts, counts)
         self._masks: dict[tuple[Any, ...], Tensor] = {}
-        self._is_rehearsed = False
+        self._is_rehearsed = self._has_evaluated = False
         self.is_rehearsing = False
         """True during the rehearsal, which leaves no trace."""
         self._total: tuple[Tensor, Tensor] | None = None
         """Loss and number of items of the latest batch, over the whole sequence."""
+        self._others: set[int] = set()
+        """The lengths of other keys than the sequence's that the rehearsal met, which every rank keeps whole."""
         self.weight: Tensor | float = 1.0
         """The number of items in this rank's part of the latest batch, or of its tokens if the step counts none."""
 
@@ -74,10 +86,21 @@ class ContextParallel:
     def running(self, part: SequencePart) -> Iterator[None]:
         """The context of a step on a part of a batch, forward and backward."""
         with ExitStack() as stack:
-            stack.enter_context(SequenceAttention(part, self._method, self._group, self._masks).running())
+            stack.enter_context(self._attention(part).running())
             if self._transformer is not None:
                 stack.enter_context(without_masks(part))
             yield
+
+    def _attention(self, part: SequencePart) -> SequenceAttention:
+        length = part.share.own_length
+        if not self.is_rehearsing and length in self._others:
+            raise ConfigurationError(
+                f"each rank's part of the sequences has {length} positions, and so have other keys, which "
+                "attention takes whole, such as an encoder's: they cannot be told apart. Pad either to another length."
+            )
+        return SequenceAttention(
+            part, self._method, self._group, self._masks, self._others if self.is_rehearsing else None
+        )
 
     # the loss ---------------------------------------------------------------------------------------------------------
     def of_all_parts(self, loss: Tensor, num_items: Tensor | float | None) -> tuple[Tensor, Tensor]:
@@ -151,46 +174,81 @@ class ContextParallel:
         if self._is_rehearsed:
             return
         self._is_rehearsed = True
-        part = self._cut.cut(batch)
-        limit = min(4 * self._size * self._strategy.layout.tp, part.share.length - part.share.filled)
-        part = self._cut.cut(batch, limit)
-        self.is_rehearsing = True
+        part, narrowed = self._first(batch)
+        with self._prepared():
+            with self.running(part):
+                loss, items = self._summed(*self._loss_of(step_fn, part.batch, extra))
+            whole, whole_items = self._loss_of(step_fn, narrowed, extra)
+        self._compare(
+            float(loss), float(items), float(whole), float(whole_items), part.share.length - part.share.filled
+        )
+
+    def rehearse_evaluation(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> None:
+        """Like `rehearse`, for an evaluation: compares the tensors that its step and the module's forward return."""
+        if self._has_evaluated:
+            return
+        self._has_evaluated = True
+        part, narrowed = self._first(batch)
+        seen: list[Any] = []
+        hook = self._module.register_forward_hook(lambda module, args, outputs: seen.append(outputs))
         try:
-            # Compiled blocks would otherwise be compiled for these lengths too.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._prepared():
+            with self._prepared():
                 with self.running(part):
-                    loss, items = self._summed(*self._loss_of(step_fn, part.batch, extra))
-                whole, whole_items = self._loss_of(step_fn, self._cut.narrowed(batch, limit), extra)
+                    own = _tensors(map_tensors([self._outputs_of(step_fn, part.batch, extra), *seen], whole_tensor))
+                    joined = _tensors(self.evaluated(own, part))
+                seen.clear()
+                whole = _tensors(map_tensors([self._outputs_of(step_fn, narrowed, extra), *seen], whole_tensor))
         finally:
-            self.is_rehearsing = False
-        self._compare(float(loss), float(items), float(whole), float(whole_items), limit)
+            hook.remove()
+        for one, found, expected in zip(own, joined, whole, strict=False):
+            if found is one or not one.is_floating_point():
+                continue
+            limit = 10 * self._tolerance * float(expected.nan_to_num(0, 0, 0).abs().max())
+            if found.shape != expected.shape or not torch.allclose(found, expected, 0, limit, equal_nan=True):
+                raise ConfigurationError(
+                    "what this step computes for the first positions of a sequence in parts is not "
+                    f"what it computes for them as a whole: {CAUSES}"
+                )
+
+    def _first(self, batch: Any) -> tuple[SequencePart, Any]:
+        """Returns this rank's part of the first positions of a batch, and all of these positions."""
+        share = self._cut.cut(batch).share
+        limit = min(4 * self._size * self._strategy.layout.tp, share.length - share.filled)
+        return self._cut.cut(batch, limit), self._cut.narrowed(batch, limit)
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Turns off dropout, and gives parameters that are zero other values, within the block.
+        """Turns off dropout and compilation, and gives parameters that are zero other values, within the block.
 
         Behind a layer that begins as zero, such as a head, no loss would depend on what attention sees.
         """
         locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in self._module.parameters())
         zeros = [p for p in locals_ if p.is_floating_point() and p.itemsize > 1 and not p.any()]
-        try:
+        self.is_rehearsing = True
+        with torch.no_grad(), ExitStack() as stack:
+            # Compiled blocks would otherwise be compiled for these lengths too.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._strategy.end_evaluation()
             for zero in zeros:
                 zero.copy_(torch.arange(zero.numel(), device=zero.device).view(zero.shape).sin().div_(8))
-            with _evaluating(self._module), self._strategy.step_context():
+            stack.enter_context(_evaluating(self._module))
+            stack.enter_context(self._strategy.step_context())
+            try:
                 yield
-        finally:
-            for zero in zeros:
-                zero.zero_()
-            # Parameters that are still gathered have the other values.
-            self._strategy.end_evaluation()
+            finally:
+                self.is_rehearsing = False
+                for zero in zeros:
+                    zero.zero_()
+                # Parameters that are still gathered have the other values.
+                self._strategy.end_evaluation()
+
+    def _outputs_of(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> Any:
+        context = self._strategy.precision.forward_context
+        with nullcontext() if context is None else context():
+            return step_fn(batch, *extra)
 
     def _loss_of(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> tuple[Tensor, Any]:
-        context = self._strategy.precision.forward_context
-        with ExitStack() as stack:
-            if context is not None:
-                stack.enter_context(context())
-            outputs = step_fn(batch, *extra)
+        outputs = self._outputs_of(step_fn, batch, extra)
         if isinstance(outputs, Tensor):
             outputs = {"loss": outputs}
         if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
@@ -199,6 +257,14 @@ class ContextParallel:
         loss, num_items = read_loss(outputs)
         return loss.detach(), num_items
 
+    @property
+    def _tolerance(self) -> float:
+        """The relative difference that rounding may make."""
+        precision = self._strategy.precision
+        dtypes = {getattr(precision, "dtype", torch.float32), *(p.dtype for p in self._module.parameters())}
+        is_short = any(dtype.itemsize <= 2 for dtype in dtypes if dtype.is_floating_point)
+        return 3e-2 if precision.form else 1e-2 if is_short else 1e-4
+
     def _compare(self, loss: float, items: float, whole: float, whole_items: float, length: int) -> None:
         if items != whole_items:
             raise ConfigurationError(
@@ -206,17 +272,10 @@ class ContextParallel:
                 f"first {length} positions). A step that shifts labels loses one at the end of each part: shift them "
                 "before the batch is cut, in the data set or the collate function, and return the labels unshifted."
             )
-        precision = self._strategy.precision
-        dtypes = {getattr(precision, "dtype", torch.float32), *(p.dtype for p in self._module.parameters())}
-        is_short = any(dtype.itemsize <= 2 for dtype in dtypes if dtype.is_floating_point)
-        tolerance = 3e-2 if precision.form else 1e-2 if is_short else 1e-4
-        if abs(loss - whole) > tolerance * max(abs(whole), 1e-3 * max(items, 1.0)):
+        if abs(loss - whole) > self._tolerance * max(abs(whole), 1e-3 * max(items, 1.0)):
             raise ConfigurationError(
                 f"the loss of a sequence's parts is {loss:.6g}, and that of the whole {whole:.6g} (the sum over its "
-                f"first {length} positions): something besides attention depends on the position or on other "
-                "positions. Make positions by leyden.strategies.sequence_positions(length) in place of torch.arange, "
-                "call attention as torch.nn.functional.scaled_dot_product_attention, and shift labels before the batch "
-                "is cut. A convolution or a sum over the sequence cannot be cut."
+                f"first {length} positions): {CAUSES}"
             )
 
 

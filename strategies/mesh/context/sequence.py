@@ -124,6 +124,7 @@ class SequenceCut:
         multiple: each rank's part is a multiple of it, in addition to 2.
         is_transformer: whether a model of `transformers` takes the batch, which needs positions and shifted labels.
         shifts: whether that model predicts each label from the position before it.
+        needs_positions: whether it counts positions from padding, as RoBERTa does, so that batches must have them.
     """
 
     def __init__(
@@ -134,8 +135,9 @@ class SequenceCut:
         multiple: int = 1,
         is_transformer: bool = False,
         shifts: bool = False,
+        needs_positions: bool = False,
     ) -> None:
-        self._group, self._multiple = group, multiple
+        self._needs_positions, self._multiple = needs_positions, multiple
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._dimensions, self._padding = {**DIMENSIONS, **dimensions}, {**PADDING, **padding}
         self._is_transformer, self._shifts = is_transformer, shifts
@@ -151,10 +153,10 @@ class SequenceCut:
             ConfigurationError: if the batch has no known sequence, or its sequences differ in length.
         """
         given = dict(_entries(batch))
-        entries = self._completed(given)
-        length = self._length(entries)
+        length = self._length(given)
         if limit is not None and limit < length:
-            entries, length = self._map(entries, lambda key, whole, dim: whole.narrow(dim, 0, limit)), limit
+            given, length = self._map(given, lambda key, whole, dim: whole.narrow(dim, 0, limit)), limit
+        entries = self._completed(given)
         step = 2 * self._size * self._multiple
         filled = -length % step
         if filled:
@@ -168,16 +170,22 @@ class SequenceCut:
 
     def narrowed(self, batch: Any, limit: int) -> Any:
         """Returns the whole batch with the first positions only, as one process would train on it."""
-        entries = self._completed(dict(_entries(batch)))
+        entries = dict(_entries(batch))
         return _rebuilt(batch, self._map(entries, lambda key, whole, dim: whole.narrow(dim, 0, limit).contiguous()))
 
-    def _completed(self, entries: Mapping[Key, Any]) -> Mapping[Key, Any]:
+    def _completed(self, entries: Mapping[Key, Any]) -> dict[Key, Any]:
         """Adds the positions and the shifted labels that a model could not make from a part of the sequence."""
+        entries = dict(entries)
         if not self._is_transformer:
             return entries
-        entries = dict(entries)
         tokens = entries.get("input_ids", entries.get("inputs_embeds"))
         if isinstance(tokens, Tensor) and "position_ids" not in entries:
+            if self._needs_positions:
+                raise ConfigurationError(
+                    "the model counts positions by itself, from its padding token, and sees a part of the sequence "
+                    "only: add 'position_ids' to the batch in the collate function, as the model makes them in "
+                    "create_position_ids_from_input_ids."
+                )
             rows, length = tokens.shape[:2]
             entries["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, length)
         labels = entries.get("labels")
