@@ -56,6 +56,21 @@ def texts(samples: int) -> TensorDataset:
     return TensorDataset(*(tensor[:, :LENGTH] for tensor in data(samples).tensors))
 
 
+class Encoder(LongGPT):
+    """Sees the whole sequence, but for some keys. In evaluation, torch's encoder layers have code of their own."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(sequence_positions(tokens.shape[1]))
+        x = self.blocks[1](self.blocks[0](x), src_key_padding_mask=tokens % 7 == 6)
+        return self.head(self.norm(x))
+
+
 RUNS: dict[str, dict[str, Any]] = {
     "gather": {},
     "ulysses": {"cp_method": "ulysses"},
@@ -64,6 +79,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "compiled": {"compile": {"backend": "aot_eager"}},
     "bf16": {"precision": "bf16-mixed"},
     "averaged": {"callbacks": ["average"]},
+    "idle": {"samples": 1},
+    "encoder": {"kind": "encoder"},
 }
 OF_STRATEGY = ("cp_method", "activation_checkpointing_policy", "compile")
 
@@ -80,12 +97,13 @@ def train(
     options = {name: arguments.pop(name) for name in OF_STRATEGY if name in arguments}
     dims = {"sequence_dims": {0: 1, 1: 1}, "sequence_padding": {0: 0, 1: -100}}
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes, **options, **dims, plan=plan)
+    samples, kind = arguments.pop("samples", 39), Encoder if arguments.pop("kind", "") else LongGPT
     callbacks = [WeightAveraging() for _ in arguments.pop("callbacks", ())]
     given = {"precision": "64-true", "max_epochs": 2, "max_steps": -1 if save is None else 7} | QUIET | arguments
     trainer = Trainer(strategy=strategy, gradient_clip_val=1.0, callbacks=callbacks, **given)
     size = GLOBAL_BATCH // trainer.strategy.data_size
-    module = LongGPT(counts_items=True)
-    trainer.fit(module, DataLoader(texts(39), size, shuffle=True), DataLoader(texts(7), size), ckpt_path=start)
+    module = kind(counts_items=True)
+    trainer.fit(module, DataLoader(texts(samples), size, shuffle=True), DataLoader(texts(7), size), ckpt_path=start)
     if save is not None:
         trainer.save_checkpoint(save)
         return {}
@@ -111,9 +129,9 @@ def all_runs(sizes: dict[str, int] | None, plan: Any, names: list[str], folder: 
 
 
 LAYOUTS: list[Any] = [
-    ({"dp_shard": 1, "cp": 2}, None, list(RUNS)),
+    ({"dp_shard": 1, "cp": 2}, None, [name for name in RUNS if name != "idle"]),
     ({"dp_shard": 1, "cp": 4}, None, ["gather", "ulysses"]),
-    ({"dp_shard": 2, "cp": 2}, None, ["gather", "accumulated", "averaged"]),
+    ({"dp_shard": 2, "cp": 2}, None, ["gather", "accumulated", "averaged", "idle"]),
     ({"dp_shard": 1, "cp": 2, "tp": 2}, PLAN, ["gather", "ulysses", "checkpointed"]),
     pytest.param({"dp_shard": 2, "cp": 2, "tp": 2}, SEQUENCE_PLAN, ["gather", "averaged"], marks=pytest.mark.full),
     pytest.param({"dp_replicate": 2, "dp_shard": 1, "cp": 4}, None, ["gather", "accumulated"], marks=pytest.mark.full),
@@ -198,7 +216,7 @@ def llama(sizes: dict[str, int] | None) -> list[tuple[list[float], dict[str, Any
             losses = Losses()
             options: dict[str, Any] = {**QUIET, "max_epochs": 1, "precision": "64-true", "callbacks": [losses]}
             trainer = Trainer(strategy=strategy, **options)
-            module = HFModule(make_model("llama"), lr=1e-3)
+            module = HFModule(make_model("llama"), lr=1e-3, label_smoothing=0.1 if kind == "right" else 0.0)
             loader = DataLoader(rows_of(kind), 4)
             trainer.fit(module, loader, loader)
             state = trainer.strategy.full_state_dict(module, rank0_only=False)
@@ -280,6 +298,40 @@ class Masks(Positions):
         return self.head(F.scaled_dot_product_attention(x, x, x, mask)[:, 0])
 
 
+class ZeroHead(GPT):
+    """Has the loss of a guess, whatever its positions are."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.head = torch.nn.Linear(32, 64)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+
+class Weights(Positions):
+    """Asks for the weights of attention, which torch then computes without its own function."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.attention = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        return self.head(x + self.attention(x, x, x)[0])
+
+
+class Cross(Positions):
+    """Attends to as many vectors of its own as a rank has positions."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.memory = torch.nn.Parameter(torch.randn(1, 1, 8, 32))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, memory = self.tokens(tokens)[:, None], self.memory.expand(len(tokens), 1, 8, 32)
+        return self.head(F.scaled_dot_product_attention(x, memory, memory)[:, 0])
+
+
 DIMS: dict[str, Any] = {"sequence_dims": {0: 1, 1: 1}, "sequence_padding": {0: 0, 1: -100}}
 ONE_HEAD = {"n_heads": 1, "n_kv_heads": 1}
 MISTAKES: list[tuple[type[GPT], dict[str, Any], dict[str, Any], str]] = [
@@ -287,6 +339,9 @@ MISTAKES: list[tuple[type[GPT], dict[str, Any], dict[str, Any], str]] = [
     (GPT, DIMS, {}, "the loss of a sequence's parts is"),
     (Shifts, DIMS, {}, "num_items of the parts of a sequence add up to"),
     (Sums, DIMS, {}, "the loss of a sequence's parts is"),
+    (ZeroHead, DIMS, {}, "the loss of a sequence's parts is"),
+    (Weights, DIMS, {}, "the loss of a sequence's parts is"),
+    (Cross, DIMS, {}, "each rank's part of the sequences has 8 positions, and so have other keys"),
     (Masks, DIMS, {}, "a mask of shape (4, 4) was passed to attention"),
     (Positions, {}, {}, "context parallelism cuts the sequences of a batch"),
     (Positions, {"sequence_dims": {0: 1}}, {}, "the batch's tensor 1 has the shape (4, 13)"),
@@ -320,8 +375,11 @@ def mistakes() -> list[tuple[str, bool]]:
             error = str(raised)
         after = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
         found.append((error, all(map(torch.equal, before, after)) and all(p.grad is None for p in module.parameters())))
-    strategy = MeshStrategy(dp_shard=1, cp=2)
+    strategy = MeshStrategy(dp_shard=1, cp=2, **DIMS)
     strategy.setup_environment()
+    strategy.setup_modules([module := GPT()])
+    with pytest.raises(ConfigurationError, match="what this step computes for the first positions"):
+        strategy.evaluate(module.predict_step, tuple(texts(4).tensors), (0,))
     with pytest.raises(ConfigurationError, match="cp=2: context parallelism makes one loss of the parts"):
         strategy.check_settings(RunSettings(manual=True))
     return found
@@ -331,4 +389,26 @@ def test_mistakes_are_refused_before_the_first_backward() -> None:
     for rank in run_world(2, mistakes):
         for (text, is_unchanged), (kind, _, _, expected) in zip(rank, MISTAKES, strict=True):
             assert text.startswith(expected), (kind.__name__, text)
-            assert is_unchanged
+            assert is_unchanged, kind.__name__
+
+
+class Totals(LongGPT):
+    """Counts in the step, and logs after the epoch."""
+
+    total = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.total += int((batch[1] % 2 == 0).sum())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("even", float(self.total))
+
+
+def totals() -> None:
+    trainer = Trainer(strategy=MeshStrategy(dp_shard=1, cp=2, **DIMS), **QUIET)
+    trainer.validate(Totals(counts_items=True), DataLoader(texts(4), 4))
+
+
+def test_values_that_ranks_have_counted_apart_are_refused() -> None:
+    errors = run_world(2, totals, may_fail=True)
+    assert any("self.log('even') in on_validation_epoch_end got different values" in str(error) for error in errors)

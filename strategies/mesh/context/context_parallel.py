@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from leyden.core.errors import ConfigurationError
 from leyden.core.tree import map_tensors, widest_float
+from leyden.strategies.fsdp.restart import restart
 from leyden.strategies.fsdp.sharding import whole as whole_tensor
 from leyden.strategies.mesh.context.attention import Method, SequenceAttention, gather
 from leyden.strategies.mesh.context.sequence import Key, SequenceCut, SequencePart, find_transformer
@@ -235,12 +237,16 @@ class ContextParallel:
             stack.enter_context(self._strategy.step_context())
             try:
                 yield
+            except BaseException:
+                # Within a forward, FSDP would keep parameters gathered, with the other values.
+                restart([self._module])
+                raise
             finally:
                 self.is_rehearsing = False
                 for zero in zeros:
                     zero.zero_()
-                # Parameters that are still gathered have the other values.
-                self._strategy.end_evaluation()
+                for shards in (m for m in self._module.modules() if isinstance(m, FSDPModule)):
+                    shards.reshard()
 
     def _outputs_of(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> Any:
         context = self._strategy.precision.forward_context
