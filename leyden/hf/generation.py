@@ -78,7 +78,12 @@ class Generator:
         self._rng: dict[str, Any] | None = None
 
     def check_strategy(self, strategy: Strategy) -> None:
-        """Raises ConfigurationError if the strategy cuts the model into stages, which `generate` cannot call."""
+        """Raises ConfigurationError if the strategy cuts the model into stages, or its sequences into parts."""
+        if strategy.outputs.are_split:
+            raise ConfigurationError(
+                "generation does not work with context parallelism, whose ranks hold parts of a prompt. Use a mesh "
+                "without cp, or leave out generation, and generate after the fit from what save_pretrained writes."
+            )
         if strategy.outputs.are_in_parts:
             raise ConfigurationError(
                 "generation does not work in a pipeline, whose ranks hold stages of the model. Use a mesh without pp, "

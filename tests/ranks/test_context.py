@@ -214,7 +214,7 @@ def llama(sizes: dict[str, int] | None) -> list[tuple[list[float], dict[str, Any
             chosen: dict[str, Any] = {**(sizes or {}), "cp_method": method}
             strategy: Any = MeshStrategy(**chosen) if sizes else "single_device"
             losses = Losses()
-            options: dict[str, Any] = {**QUIET, "max_epochs": 1, "precision": "64-true", "callbacks": [losses]}
+            options = {**QUIET, "max_epochs": 1, "precision": "64-true", "callbacks": [losses]}
             trainer = Trainer(strategy=strategy, **options)
             module = HFModule(make_model("llama"), lr=1e-3, label_smoothing=0.1 if kind == "right" else 0.0)
             loader = DataLoader(rows_of(kind), 4)

@@ -305,7 +305,7 @@ def collect(share: SequenceShare, group: dist.ProcessGroup, key: Tensor, value: 
     own = torch.cat([key.reshape(-1), value.reshape(-1)])
     packed = _wait(_all_gather(own, 0, group))
     keys, values = torch.split(packed.view(share.size, -1), [key.numel(), value.numel()], 1)
-    keys, values = keys.reshape(share.size, *key.shape), values.reshape(share.size, *value.shape)
+    keys, values = keys.view(share.size, *key.shape), values.view(share.size, *value.shape)
     return share.join(keys, -2), share.join(values, -2)
 
 
@@ -403,7 +403,7 @@ def _exchange(
     packed = torch.cat([part.reshape(share.size, -1) for part in sent], 1).view(-1)
     received = _wait(collectives.all_to_all_single(packed, None, None, group))
     parts = torch.split(received.view(share.size, -1), [part[0].numel() for part in sent], 1)
-    shaped = [part.reshape(like.shape) for part, like in zip(parts, sent, strict=True)]
+    shaped = [part.view(like.shape) for part, like in zip(parts, sent, strict=True)]
     if to_heads:
         return tuple(share.join(part, -2) for part in shaped)
     return tuple(torch.cat(part.unbind(0), -3) for part in shaped)

@@ -321,6 +321,11 @@ def check_model(model: Any) -> None:
             f"{name} has an encoder and a decoder, whose sequences differ, and context parallelism divides one: use a "
             "mesh without cp."
         )
+    if getattr(config, "output_router_logits", False):
+        raise ConfigurationError(
+            f"{name} adds a loss that balances its experts over all tokens of a batch, and the losses of parts do not "
+            "add up to it: set config.output_router_logits=False, or use a mesh without cp."
+        )
     chosen = getattr(config, "_attn_implementation", None)
     if chosen != "sdpa":
         raise ConfigurationError(
