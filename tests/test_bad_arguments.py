@@ -128,7 +128,7 @@ argument(
 argument("misspelled argument", r"Trainer has no argument 'max_epoch'\. Did you mean 'max_epochs'\?", max_epoch=1)
 argument("epochs for max_epochs", r"Trainer has no argument 'epochs': use max_epochs\.", epochs=1)
 argument("gpus for devices", r"Trainer has no argument 'gpus': use devices, with accelerator='gpu'\.", gpus=1)
-argument("strategy name close to several", r"Did you mean 'ddp'\? Similar: hsdp, fsdp, tp\.$", strategy="dp")
+argument("strategy name close to several", r"Did you mean 'ddp'\? Similar: hsdp, fsdp, tp, cp\.$", strategy="dp")
 argument("strategy name close to none", r"Known names include auto, .*xla\.$", strategy="horovod")
 
 

@@ -295,6 +295,6 @@ def test_activations_of_divided_sequences_are_divided(tmp_path: Path) -> None:
     assert status == 0
     found = {row[1]: float(row[7].removesuffix(" MiB")) for row in rows(text)}
     one = found["1 rank"]
-    # The parts add up to the whole, but for a mask that all blocks share.
-    assert one / 2 <= found["cp 2"] <= 1.15 * one / 2
-    assert one / 4 <= found["cp 4"] <= 1.15 * one / 4
+    for ranks in (2, 4):
+        # What all parts hold besides is a mask that the blocks share.
+        assert 0.9 * one / ranks <= found[f"cp {ranks}"] <= 1.15 * one / ranks
