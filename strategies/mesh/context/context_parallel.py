@@ -118,7 +118,8 @@ class ContextParallel:
         self._check_items(num_items)
         device = self._strategy.root_device
         numbers = torch.zeros(2, dtype=widest_float(device), device=device)
-        numbers[0] += loss.detach().reshape(())
+        # A DTensor, if the plan splits logits.
+        numbers[0] += whole_tensor(loss.detach()).reshape(())
         items: Any = num_items
         numbers[1] += items.detach().reshape(()) if isinstance(items, Tensor) else items
         self.weight = numbers[1].clone()
@@ -214,8 +215,10 @@ class ContextParallel:
 
     def _first(self, batch: Any) -> tuple[SequencePart, Any]:
         """Returns this rank's part of the first positions of a batch, and all of these positions."""
-        share = self._cut.cut(batch).share
-        limit = min(4 * self._size * self._strategy.layout.tp, share.length - share.filled)
+        share, tp = self._cut.cut(batch).share, self._strategy.layout.tp
+        limit = min(4 * self._size * tp, share.length - share.filled)
+        # Under a plan with 'sequence' layers, tp divides the whole too.
+        limit -= limit % tp if limit > tp else 0
         return self._cut.cut(batch, limit), self._cut.narrowed(batch, limit)
 
     @contextmanager
@@ -261,7 +264,7 @@ class ContextParallel:
             # There is no graph here, whose absence `read_loss` refuses.
             outputs = {**outputs, "loss": outputs["loss"].detach().clone().requires_grad_()}
         loss, num_items = read_loss(outputs)
-        return loss.detach(), num_items
+        return whole_tensor(loss.detach()), num_items
 
     @property
     def _tolerance(self) -> float:
