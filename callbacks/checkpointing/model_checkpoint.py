@@ -201,6 +201,10 @@ class ModelCheckpoint(Callback):
                 "out, or pass the URL of a bucket as dirpath or as Trainer(default_root_dir=…)."
             )
 
+    def keep_on_each_node(self, checkpoints: bool, copies: bool) -> None:
+        """Records whether every machine has its own folder of checkpoints, and of local copies."""
+        self.saves_on_each_node, self.copies_on_each_node = checkpoints, copies
+
     @property
     def copied(self) -> tuple[BucketPath, Path] | None:
         """The folder of checkpoints and that of their local copies; None without `local_copy`."""

@@ -16,6 +16,7 @@ from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN, data
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 
 from leyden import Trainer
 from leyden.callbacks import Callback, WeightAveraging
@@ -32,6 +33,10 @@ LENGTH = 13
 class LongGPT(GPT):
     """The GPT of the mesh's tests, with the positions of its part of a sequence."""
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.counted = SumMetric()
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places(sequence_positions(tokens.shape[1]))
         for block in self.blocks:
@@ -47,6 +52,11 @@ class LongGPT(GPT):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = GPT.training_step(self, batch, batch_idx)
         self.log("val_loss", outputs["loss"] / outputs["num_items"], batch_size=outputs["num_items"])
+        self.counted.update(outputs["num_items"])
+        self.log("val_tokens", self.counted)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_tokens_by_compute", self.counted.compute())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)

@@ -192,10 +192,10 @@ def detect_shared_folders(run: Run) -> None:
         # The versions of a run lie in one file system.
         folder = run.arguments.local_root if callback.uses_run_folder else callback.folder_below("")
         is_local = not isinstance(place_of(folder, "dirpath"), BucketPath)
-        callback.saves_on_each_node = is_local and not is_shared(folder, CheckpointRanks(run.strategy, folder))
-        if callback.copied is not None:
-            copies = callback.copied[1]
-            callback.copies_on_each_node = not is_shared(copies, CheckpointRanks(run.strategy, copies))
+        apart = is_local and not is_shared(folder, CheckpointRanks(run.strategy, folder))
+        copies = None if callback.copied is None else callback.copied[1]
+        are_apart = copies is not None and not is_shared(copies, CheckpointRanks(run.strategy, copies))
+        callback.keep_on_each_node(apart, are_apart)
         if callback.saves_on_each_node and not callback.save_on_each_node and run.state.stage == "fit":
             raise ConfigurationError(
                 f"{folder} is not shared by all machines. Save checkpoints to a shared file system (default_root_dir "
