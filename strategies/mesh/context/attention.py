@@ -44,7 +44,8 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
         device: device of the result.
 
     Returns:
-        Integers of shape (length,): 0, 1, …, or under context parallelism this rank's positions in the whole sequence.
+        A one-dimensional tensor of integers, 0, 1, …, or under context parallelism this rank's positions in the whole
+        sequence.
 
     Example:
         >>> sequence_positions(4)
