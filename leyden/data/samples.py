@@ -28,6 +28,9 @@ class Samples(Dataset[Any]):
     def __init__(self, dataset: Any, keeps_bad: bool = False) -> None:
         self.dataset = dataset
         self._keeps_bad = keeps_bad
+        base = _without_subsets(dataset)
+        self._loads_together = type(base).__name__ if getattr(base, "__getitems__", None) else None
+        """The class whose `__getitems__` loads batches; None if samples are loaded one by one."""
 
     def __getitem__(self, index: Any) -> Any:
         try:
@@ -39,9 +42,8 @@ class Samples(Dataset[Any]):
             return bad
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        base = _without_subsets(self.dataset)
-        if getattr(base, "__getitems__", None):
-            return self._load_together(type(base).__name__, self.dataset.__getitems__, indices)
+        if self._loads_together is not None:
+            return self._load_together(self._loads_together, self.dataset.__getitems__, indices)
         dataset, samples = self.dataset, []
         index: Any = None
         try:

@@ -173,6 +173,11 @@ class Heartbeat:
                 for number in (STEP, BATCHES, PHASE, EVALUATED, EPOCH, EPOCH_BEGAN, FIT_BEGAN, LIMIT):
                     words[number] = before[number]
 
+    @property
+    def is_watched(self) -> bool:
+        """True if a watchdog reads this heartbeat."""
+        return self._slot is not None
+
     def report_to(self, folder: str) -> None:
         """Sets the folder for reports of hangs, once the run has one."""
         if self._slot is not None:

@@ -23,6 +23,8 @@ class LoopBeat:
 
     def __init__(self, ranks: Ranks, limit: float | str | None, folder: str) -> None:
         self._ranks, self._limit, self._folder = ranks, limit, folder
+        self.is_watched = False
+        """True while a watchdog reads these records."""
         self._heartbeat = Heartbeat()
         self._watch = ExitStack()
         self._words = self._heartbeat.words
@@ -33,6 +35,7 @@ class LoopBeat:
         if limit is not None:
             self._watch.enter_context(watched(self._heartbeat, self._ranks, limit, self._folder))
             self._words = self._heartbeat.words
+            self.is_watched = self._heartbeat.is_watched
             self._heartbeat.begin_fit(self._words[BATCHES])
             self._heartbeat.mark(Phase.LOOP)
 
@@ -40,6 +43,7 @@ class LoopBeat:
         """Stops the watchdog; the loop has ended."""
         self._limit = None
         self._watch.close()
+        self.is_watched = False
         self._words = self._heartbeat.words
 
     def begin_pass(self, epoch: int, batch: int, steps: int) -> None:

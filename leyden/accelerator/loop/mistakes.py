@@ -71,8 +71,8 @@ class Mistakes:
                 )
             self._checked.add(id(model))
 
-    def in_backward(self) -> None:
-        """In `backward`, checks that a model is prepared, and an optimizer too, or stepped only as windows close."""
+    def in_unprepared_backward(self) -> None:
+        """In `backward` with no prepared model or optimizer: an optimizer may step itself as windows close."""
         self._backwards += 1
         stepping = self._stepping
         if not stepping.prepared_models:
@@ -81,7 +81,7 @@ class Mistakes:
                     "backward was called, but no model was prepared. Write model, optimizer = "
                     "accelerator.prepare(model, optimizer)."
                 )
-        elif not stepping.prepared_optimizers:
+        else:
             self._check_unprepared_optimizer()
 
     def _check_unprepared_optimizer(self) -> None:

@@ -16,7 +16,7 @@ from leyden.accelerator.loop.collectives import synchronize_generators
 from leyden.accelerator.loop.mistakes import Mistakes
 from leyden.accelerator.loop.staged import StagedSteps, Step
 from leyden.core.errors import ConfigurationError
-from leyden.strategies.base import Strategy
+from leyden.strategies.base import OwnLoop, Strategy
 from leyden.strategies.precision import Precision
 from leyden.trainer.engine.engine import Engine, needs_closure
 from leyden.trainer.engine.prepared import PreparedOptimizer, clear_gradients, has_plain_zero_grad
@@ -60,6 +60,8 @@ class Stepping(Engine):
         strategy, precision = self.strategy, self.strategy.precision
         # Decided once: a plain step is loss.backward() and optimizer.step(), without the calls that would do nothing.
         self._goes_back_directly = not (precision.scales_loss or overrides(strategy, "backward", Strategy))
+        self._is_staged = strategy.outputs.are_in_parts
+        self._ends_turns = overrides(strategy.own_loop, "end_turn", OwnLoop)
         self._unscales = overrides(strategy, "before_step", Strategy) or overrides(precision, "unscale", Precision)
         self._steps_directly = not (
             overrides(strategy, "step", Strategy) or overrides(precision, "step", Precision) or precision.may_skip
@@ -130,9 +132,12 @@ class Stepping(Engine):
 
     def end_turn(self) -> None:
         """Ends a batch and runs the actions deferred until then. A prepared loader calls this before its next batch."""
-        self.beat.batch(self.steps)
-        self.strategy.own_loop.end_turn()
-        self.run_deferred()
+        if self.beat.is_watched:
+            self.beat.batch(self.steps)
+        if self._ends_turns:
+            self.strategy.own_loop.end_turn()
+        if self._deferred is not None:
+            self.run_deferred()
 
     @property
     def active_loader(self) -> PreparedLoader | None:
@@ -239,7 +244,7 @@ class Stepping(Engine):
     # the step ---------------------------------------------------------------------------------------------------------
     def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
         """Runs backward on a loss, divided by the window's length and scaled; see `Accelerator.backward`."""
-        if self.strategy.outputs.are_in_parts:
+        if self._is_staged:
             self._check_staged(loss, num_items, kwargs)
             return
         self._begin_backward()
@@ -255,32 +260,32 @@ class Stepping(Engine):
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         else:
             self.strategy.backward(loss, **kwargs)
-        self._end_backward()
+        if not self.prepared_optimizers:
+            # An optimizer that was not prepared steps without calling this class.
+            self._finalize_gradients()
 
     def _begin_backward(self) -> None:
-        self.beat.backward()
-        self._checks.in_backward()
+        if self.beat.is_watched:
+            self.beat.backward()
+        if not (self.prepared_models and self.prepared_optimizers):
+            self._checks.in_unprepared_backward()
         if self.checker is not None and self.window.closes and not self.is_joining:
             # This backward synchronizes gradients, so every rank must reach it.
             self.checker.compare("backward", None)
         if self._scale_is_stale:
             self.flush_scaler()
 
-    def _end_backward(self) -> None:
-        if not self.prepared_optimizers:
-            # An optimizer that was not prepared steps without calling this class.
-            self._finalize_gradients()
-
     def staged_step(self, module: nn.Module, batch: Any, step: Step) -> Tensor:
         """Runs a batch of a pipeline-parallel model; see `Accelerator.pipeline_step`."""
-        if not self.strategy.outputs.are_in_parts:
+        if not self._is_staged:
             raise ConfigurationError(
                 "pipeline_step needs a model with pipeline stages, and this model has none. Call the model and "
                 "accelerator.backward(loss), or use Accelerator(strategy=MeshStrategy(pp=…))."
             )
         self._begin_backward()
         loss = self.staged.train(module, batch, step)
-        self._end_backward()
+        if not self.prepared_optimizers:
+            self._finalize_gradients()
         return loss
 
     def _check_staged(self, loss: Tensor, num_items: Tensor | float | None, kwargs: dict[str, Any]) -> None:
@@ -323,7 +328,7 @@ class Stepping(Engine):
             self.steps += 1
         else:
             self._stepped_in_window.add(id(prepared))
-        if not self.reading:
+        if self._ends_turns and not self.reading:
             self.strategy.own_loop.end_turn()
         return stepped
 

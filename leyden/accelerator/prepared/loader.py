@@ -47,6 +47,8 @@ class PreparedLoader:
         self, loader: Iterable[Any], stepping: Stepping, move: Callable[[Any], Any] | None, given: Any = None
     ) -> None:
         self.given = loader if given is None else given
+        self._stepping = stepping
+        self._move = move
         self.replace_loader(loader)
         self.iteration = 0
         self.position = 0
@@ -58,8 +60,6 @@ class PreparedLoader:
         """Per rank: samples in the current batch, and how many are not duplicates; None if there are no duplicates."""
         self._full_batch_rows: set[int] = set()
         """Row counts of tensors that were gathered in full batches."""
-        self._stepping = stepping
-        self._move = move
         self._exhausted = True
 
     def __getattr__(self, name: str) -> Any:
@@ -133,7 +133,7 @@ class PreparedLoader:
         self.loader = loader
         # A script that resumes in the middle of a pass asks for it explicitly, so replaying batches is acceptable.
         self.cursor = LoaderCursor(loader, allow_replay=True)
-        self._shares = self.cursor.shares
+        self._is_marked = self._stepping.strategy.ranks.world_size > 1
         self._counts: Any = getattr(getattr(loader, "batch_sampler", None), "counts", getattr(loader, "counts", None))
 
     def __iter__(self) -> Iterator[Any]:
@@ -190,7 +190,8 @@ class PreparedLoader:
         self.iteration = max(self.iteration, saved["iteration"] + 1)
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        total, move, stepping = self.cursor.length, self._move, self._stepping
+        # Local names, since a look-up in a class with `__getattr__` costs as much as a call.
+        total, move, stepping, draw = self.cursor.length, self._move, self._stepping, self._next
         # Only a loader without a length is drawn one batch ahead.
         batches = lookahead(iterator) if total is None else iterator
         self.is_active, self._exhausted = True, False
@@ -199,7 +200,7 @@ class PreparedLoader:
             while total is None or self.position < total:
                 try:
                     # No local variable may hold the batch, or it would stay in memory while the next one is loaded.
-                    yield self._next(batches, total) if move is None else move(self._next(batches, total))
+                    yield draw(batches, total) if move is None else move(draw(batches, total))
                     stepping.end_turn()
                 except StopIteration:
                     self._check_end(total)
@@ -214,14 +215,19 @@ class PreparedLoader:
             stepping.end_loader(self)
 
     def _next(self, batches: Iterator[Any], total: int | None) -> Any:
-        """Draws the next batch, strips the metadata of a sharded loader, and records whether it is the last batch."""
+        """Draws the next batch, and records its position and whether it is the last one."""
+        position = self.position + 1
         if total is None:
             batch, self.end_of_dataloader = next(batches)
         else:
-            self.end_of_dataloader = self.position + 1 == total
+            self.end_of_dataloader = position == total
             batch = next(batches)
-        self.position += 1
-        if self._shares:
+        self.position = position
+        return self._unmarked(batch) if self._is_marked else batch
+
+    def _unmarked(self, batch: Any) -> Any:
+        """Strips the metadata of a loader of several ranks from a batch, and records its duplicates."""
+        if self.cursor.shares:
             batch, _ = batch
         if self._counts is not None:
             self.samples = self._counts.popleft()
