@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed.fsdp
 from models import Squares, sgd_with_momentum
 from torch import nn
 from torch.utils.data import DataLoader
@@ -16,26 +17,32 @@ from leyden import Trainer
 from leyden.callbacks import ModelCheckpoint
 
 
-def train(url: str, root: str, **options: Any) -> None:
+def train(url: str, root: str, strategy: str = "auto", environ: dict[str, str] | None = None, **options: Any) -> None:
     """Trains six steps with a checkpoint after every second one, or continues such a run.
 
     Args:
         url: the folder of the checkpoints.
         root: the folder of the run's local files.
+        strategy: the Trainer's.
+        environ: the variables that make this process a rank.
         **options: further arguments of ModelCheckpoint.
     """
+    os.environ.update(environ or {})
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
     module = Squares(nn.Linear(4, 2), sgd_with_momentum)
     checkpoint = ModelCheckpoint(dirpath=url, every_n_train_steps=2, **options)
     trainer = Trainer(
         max_epochs=2,
         accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
         callbacks=checkpoint,
         enable_progress_bar=False,
         default_root_dir=root,
         verbose=False,
     )
-    trainer.fit(module, DataLoader(torch.randn(6, 4), batch_size=2, shuffle=True), ckpt_path="auto")
+    trainer.fit(module, DataLoader(torch.randn(6 * ranks, 4), batch_size=2, shuffle=True), ckpt_path="auto")
 
 
 def main() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -17,6 +20,7 @@ import boto3
 import obstore
 from moto.server import DomainDispatcherApplication, create_backend_app
 from obstore.store import S3Store
+from ranks.world import free_port, rank_environment
 from werkzeug.serving import make_server
 
 from leyden.checkpoint.format import bucket
@@ -35,8 +39,7 @@ class Server:
         cuts: returns True for a request in which the server closes the connection.
         refuses: returns a status and the body of an answer for a request that it does not carry out; else None.
         is_conditional: whether the server heeds the condition of a request, If-None-Match.
-        before: called before a request is carried out, with its method and path.
-        after: called once a request is carried out and before it is answered, likewise.
+        after: called once a request is carried out and before it is answered, with its method and path.
         environ: the variables with which a process finds the server.
     """
 
@@ -48,8 +51,7 @@ class Server:
         self.cuts: Callable[[str, str], bool] = lambda method, path: False
         self.refuses: Callable[[str, str], tuple[str, bytes] | None] = lambda method, path: None
         self.is_conditional = True
-        self.before: Callable[[str, str], None] = lambda method, path: None
-        self.after: Callable[[str, str], None] = lambda method, path: None
+        self.after: Callable[[str, str], object] = lambda method, path: None
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -74,7 +76,6 @@ class Server:
             return [refusal[1]]
         if not self.is_conditional:
             environ.pop("HTTP_IF_NONE_MATCH", None)
-        self.before(method, path)
         if self.loses(method, path):
             list(self._app(environ, lambda status, headers: None))
             start("503 Slow Down", [("Content-Length", "0")])
@@ -114,11 +115,15 @@ class Client:
     """A process that trains in forks of itself, so that a test can kill a run at any request.
 
     The process has imported everything, and has sent no request: the threads of obstore would not survive a fork.
+
+    Args:
+        **environ: additional environment variables of the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **environ: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("bucket_client.py")],
+            env={**os.environ, **environ},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -142,6 +147,32 @@ class Client:
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
+
+
+class Clients:
+    """Two ranks, each of which trains in forks of a Client of its own."""
+
+    def __init__(self) -> None:
+        self._clients = [Client(), Client()]
+
+    def run(self, begin: Callable[[int, int], None] = lambda rank, pid: None, **arguments: Any) -> list[int]:
+        """Runs a training to its end, and returns the exit status of each rank.
+
+        Args:
+            begin: called with the rank and its process ID before it begins.
+            **arguments: the arguments of `bucket_client.train`.
+        """
+        port = free_port()
+        with ThreadPoolExecutor(2) as pool:
+            runs = [
+                pool.submit(client.run, partial(begin, rank), environ=rank_environment(rank, 2, port), **arguments)
+                for rank, client in enumerate(self._clients)
+            ]
+            return [run.result() for run in runs]
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
 
 
 def upload(store: Any, folder: Path, key: str) -> None:

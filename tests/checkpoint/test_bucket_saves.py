@@ -10,7 +10,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import boto3
 import obstore
 import pytest
 import torch
-from buckets import BUCKET, Client, Server, serving
+from buckets import BUCKET, Client, Clients, Server, serving
 from models import Squares, sgd_with_momentum
 from ranks.world import run_world
 from same import differences, same_weights
@@ -79,33 +79,47 @@ def contents(url: str) -> dict[str, Any]:
     return {"name": path.name, "model": reader.model(), "optimizers": reader.optimizers(), "at": at}
 
 
+def name_of(method: str, path: str) -> str:
+    """Returns a name for a request, without what is random in its path."""
+    return f"{method} {re.sub('[0-9a-f]{16}', '', path)}"
+
+
 class Killer:
     """Kills a run at one of its writing requests.
 
     Args:
         number: which one, from 0.
-        after: kill after the request is carried out, and not before.
+        after: kill after the request is carried out; otherwise it is cut off.
+        name: counts only the requests of this name.
     """
 
-    def __init__(self, server: Server, number: int, after: bool) -> None:
-        self.pid, self._number, self._after = 0, number, after
-        server.before = lambda method, path: self._at(method, False)
-        server.after = lambda method, path: self._at(method, True)
+    def __init__(self, server: Server, number: int, after: bool, name: str = "") -> None:
+        self.pid, self._number, self._after, self._name = 0, number, after, name
+        server.cuts = lambda method, path: self._at(method, path, False)
+        server.after = lambda method, path: self._at(method, path, True)
         self._lock, self._seen = threading.Lock(), {False: 0, True: 0}
         self.has_killed = False
 
-    def _at(self, method: str, after: bool) -> None:
-        if method not in WRITES:
-            return
+    def _at(self, method: str, path: str, after: bool) -> bool:
+        if method not in WRITES or self._name not in ("", name_of(method, path)):
+            return False
         with self._lock:
             number = self._seen[after]
             self._seen[after] += 1
-        if (number, after) == (self._number, self._after) and self.pid:
-            self.has_killed = True
-            os.kill(self.pid, signal.SIGKILL)
+        if (number, after) != (self._number, self._after) or not self.pid:
+            return False
+        self.has_killed = True
+        os.kill(self.pid, signal.SIGKILL)
+        return True
 
     def aim(self, pid: int) -> None:
         self.pid = pid
+
+
+def spare(server: Server) -> None:
+    """Ends what a Killer does."""
+    server.cuts = lambda method, path: False
+    server.after = lambda method, path: None
 
 
 def check_kills(server: Server, client: Client, tmp_path: Path, numbers: list[int] | None, **options: Any) -> int:
@@ -126,7 +140,7 @@ def check_kills(server: Server, client: Client, tmp_path: Path, numbers: list[in
             arguments = {"url": f"{URL}/{name}", "root": str(tmp_path / name), **options}
             killer = Killer(server, number, after)
             code = client.run(killer.aim, **arguments)
-            server.before = server.after = lambda method, path: None
+            spare(server)
             assert code == (-signal.SIGKILL if killer.has_killed else 0)
             if not killer.has_killed:
                 assert numbers is None, f"request {number} was never made"
@@ -156,6 +170,13 @@ def test_a_run_may_be_killed_at_every_request(
     server: Server, client: Client, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     assert check_kills(server, client, tmp_path, None, **options) > 90
+
+
+@pytest.fixture
+def clients(server: Server) -> Iterator[Clients]:
+    clients = Clients()
+    yield clients
+    clients.close()
 
 
 # a fit ----------------------------------------------------------------------------------------------------------------
@@ -508,6 +529,72 @@ def test_ranks_save_their_own_parts_and_resume_exactly(
     assert ("model-00002-of-00002.safetensors" in files) == (strategy == "fsdp")
     [path] = all_checkpoints(BucketPath(f"{URL}/{strategy}"))
     assert len(objects(str(path))) == len(CheckpointReader(path).manifest.files) + 1
+
+
+def writes(server: Server) -> list[tuple[str, int]]:
+    """Returns the writing requests so far: the name of each, and how many of that name came before it."""
+    names = [name_of(method, path) for method, path, _ in server.requests if method in WRITES]
+    return [(name, names[:at].count(name)) for at, name in enumerate(names)]
+
+
+def check_kills_of_a_rank(
+    server: Server, clients: Clients, tmp_path: Path, points: Callable[[list[tuple[str, int]]], list[Any]], **options: Any
+) -> int:
+    """Kills one of two ranks at requests, starts both again, and compares with a run that nobody killed.
+
+    Args:
+        points: chooses among the writing requests of the whole run; returns a rank, a request and whether to kill that
+            rank after the request for each kill.
+        **options: arguments of `bucket_client.train`.
+
+    Returns:
+        The number of kills.
+    """
+    server.requests.clear()
+    assert clients.run(url=f"{URL}/run", root=str(tmp_path / "whole"), **options) == [0, 0]
+    expected, names = contents(f"{URL}/run"), keys(server, "run")
+    chosen = points(writes(server))
+    for number, (victim, (request, nth), after) in enumerate(chosen):
+        point = f"rank {victim} {'after' if after else 'before'} {request}, number {nth}"
+        arguments = {"url": f"{URL}/run", "root": str(tmp_path / str(number)), **options}
+        BucketPath(URL).delete([path for path, _ in BucketPath(f"{URL}/run").below()])
+        killer = Killer(server, nth, after, request)
+        codes = clients.run(lambda rank, pid: killer.aim(pid) if rank == victim else None, **arguments)
+        spare(server)
+        assert codes[victim] == -signal.SIGKILL and killer.has_killed, point
+        for path in all_checkpoints(BucketPath(f"{URL}/run")):
+            CheckpointReader(path).verify()
+        assert clients.run(**arguments) == [0, 0], point
+        assert differences(contents(f"{URL}/run"), expected) == [], point
+        assert keys(server, "run") == names, point
+    return len(chosen)
+
+
+def test_either_of_two_ranks_may_be_killed_while_both_save(server: Server, clients: Clients, tmp_path: Path) -> None:
+    """At a part of each rank, at the manifest, and at the removal of the save before."""
+
+    def points(found: list[tuple[str, int]]) -> list[Any]:
+        [part, other, manifest] = [
+            (name, nth)
+            for name, nth in found
+            if re.search("step=4/(save-/model-0000[12]-of-00002.safetensors|manifest.json)$", name)
+        ]
+        removal = [request for request in found[found.index(manifest) :] if not request[0].startswith("PUT")][0]
+        return [(0, part, True), (1, other, False), (0, manifest, False), (1, manifest, True), (0, removal, False)]
+
+    assert check_kills_of_a_rank(server, clients, tmp_path, points, strategy="fsdp") == 5
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("options", [{"strategy": "fsdp"}, {"strategy": "ddp", "asynchronous": True}], ids=str)
+def test_either_of_two_ranks_may_be_killed_at_every_request(
+    server: Server, clients: Clients, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    def points(found: list[tuple[str, int]]) -> list[Any]:
+        return [(rank, request, after) for request in found for rank in (0, 1) for after in (False, True)]
+
+    assert check_kills_of_a_rank(server, clients, tmp_path, points, **options) > 200
 
 
 # requests that fail ---------------------------------------------------------------------------------------------------
