@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import sys
 from typing import Any
 
 import torch
-import torch.distributed.fsdp
 from models import Squares, sgd_with_momentum
+from programs import PRELOAD
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -46,6 +48,9 @@ def train(url: str, root: str, strategy: str = "auto", environ: dict[str, str] |
 
 
 def main() -> None:
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.freeze()
     while line := _line():
         pid = os.fork()
         if pid == 0:
