@@ -9,9 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -155,17 +154,17 @@ class Clients:
     def __init__(self) -> None:
         self._clients = [Client(), Client()]
 
-    def run(self, begin: Callable[[int, int], None] = lambda rank, pid: None, **arguments: Any) -> list[int]:
+    def run(self, begin: Mapping[int, Callable[[int], None]] | None = None, **arguments: Any) -> list[int]:
         """Runs a training to its end, and returns the exit status of each rank.
 
         Args:
-            begin: called with the rank and its process ID before it begins.
+            begin: by rank, called with its process ID before it begins.
             **arguments: the arguments of `bucket_client.train`.
         """
-        port = free_port()
+        port, begins = free_port(), {0: lambda pid: None, 1: lambda pid: None, **(begin or {})}
         with ThreadPoolExecutor(2) as pool:
             runs = [
-                pool.submit(client.run, partial(begin, rank), environ=rank_environment(rank, 2, port), **arguments)
+                pool.submit(client.run, begins[rank], environ=rank_environment(rank, 2, port), **arguments)
                 for rank, client in enumerate(self._clients)
             ]
             return [run.result() for run in runs]

@@ -10,10 +10,10 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import boto3
 import libfaketime
@@ -64,6 +64,13 @@ def client(server: Server) -> Iterator[Client]:
     client = Client()
     yield client
     client.close()
+
+
+@pytest.fixture
+def clients(server: Server) -> Iterator[Clients]:
+    clients = Clients()
+    yield clients
+    clients.close()
 
 
 def keys(server: Server, folder: str) -> list[str]:
@@ -173,13 +180,6 @@ def test_a_run_may_be_killed_at_every_request(
     server: Server, client: Client, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     assert check_kills(server, client, tmp_path, None, **options) > 90
-
-
-@pytest.fixture
-def clients(server: Server) -> Iterator[Clients]:
-    clients = Clients()
-    yield clients
-    clients.close()
 
 
 # a fit ----------------------------------------------------------------------------------------------------------------
@@ -534,73 +534,69 @@ def test_ranks_save_their_own_parts_and_resume_exactly(
     assert len(objects(str(path))) == len(CheckpointReader(path).manifest.files) + 1
 
 
-def writes(server: Server) -> list[tuple[str, int]]:
-    """Returns the writing requests so far: the name of each, and how many of that name came before it."""
+Kill: TypeAlias = tuple[int, str, int, bool]
+"""A rank, the name of a request, which of that name from 0, and whether to kill the rank after it."""
+
+
+def kills_of_a_save(server: Server) -> list[Kill]:
+    """Returns all kills from the lock through the second save, which removes the first, to the release of the lock."""
     names = [name_of(method, path) for method, path, _ in server.requests if method in WRITES]
-    return [(name, names[:at].count(name)) for at, name in enumerate(names)]
+    points = [(name, names[:at].count(name)) for at, name in enumerate(names) if not re.search("step=[26]", name)]
+    return [(rank, *point, after) for point in points for rank in (0, 1) for after in (False, True)]
 
 
 def check_kills_of_a_rank(
-    server: Server, clients: Clients, tmp_path: Path, points: Callable[[list[tuple[str, int]]], list[Any]], **options: Any
+    server: Server, clients: Clients, tmp_path: Path, kills: list[Kill] | None, **options: Any
 ) -> int:
     """Kills one of two ranks at requests, starts both again, and compares with a run that nobody killed.
 
     Args:
-        points: chooses among the writing requests of the whole run; returns a rank, a request and whether to kill that
-            rank after the request for each kill.
+        kills: None for all of a save.
         **options: arguments of `bucket_client.train`.
 
     Returns:
         The number of kills.
     """
-    server.requests.clear()
     assert clients.run(url=f"{URL}/run", root=str(tmp_path / "whole"), **options) == [0, 0]
     expected, names = contents(f"{URL}/run"), keys(server, "run")
-    chosen = points(writes(server))
-    for number, (victim, (request, nth), after) in enumerate(chosen):
-        point = f"rank {victim} {'after' if after else 'before'} {request}, number {nth}"
+    kills = kills_of_a_save(server) if kills is None else kills
+    for number, kill in enumerate(kills):
+        victim, name, nth, after = kill
         arguments = {"url": f"{URL}/run", "root": str(tmp_path / str(number)), **options}
         BucketPath(URL).delete([path for path, _ in BucketPath(f"{URL}/run").below()])
-        killer = Killer(server, nth, after, request)
-        codes = clients.run(lambda rank, pid: killer.aim(pid) if rank == victim else None, **arguments)
+        killer = Killer(server, nth, after, name)
+        codes = clients.run({victim: killer.aim}, **arguments)
         spare(server)
-        assert codes[victim] == -signal.SIGKILL and killer.has_killed, point
+        assert killer.has_killed and codes[victim] == -signal.SIGKILL, kill
         for path in all_checkpoints(BucketPath(f"{URL}/run")):
             CheckpointReader(path).verify()
-        assert clients.run(**arguments) == [0, 0], point
-        assert differences(contents(f"{URL}/run"), expected) == [], point
-        assert keys(server, "run") == names, point
-    return len(chosen)
+        assert clients.run(**arguments) == [0, 0], kill
+        assert differences(contents(f"{URL}/run"), expected) == [], kill
+        assert keys(server, "run") == names, kill
+    return len(kills)
 
 
 def test_either_of_two_ranks_may_be_killed_while_both_save(server: Server, clients: Clients, tmp_path: Path) -> None:
-    """At a part of each rank, at the manifest, and at the removal of the save before."""
-
-    def points(found: list[tuple[str, int]]) -> list[Any]:
-        [part, other, manifest] = [
-            (name, nth)
-            for name, nth in found
-            if re.search("step=4/(save-/model-0000[12]-of-00002.safetensors|manifest.json)$", name)
-        ]
-        removal = [request for request in found[found.index(manifest) :] if not request[0].startswith("PUT")][0]
-        return [(0, part, True), (1, other, False), (0, manifest, False), (1, manifest, True), (0, removal, False)]
-
-    assert check_kills_of_a_rank(server, clients, tmp_path, points, strategy="fsdp") == 5
+    """Killed in the second save: at a part of each rank, at the manifest, and at the removal of the first save."""
+    save, removal = f"PUT /{BUCKET}/run/epoch=1-step=4", f"POST /{BUCKET}"
+    kills = [
+        (0, f"{save}/save-/model-00001-of-00002.safetensors", 0, True),
+        (1, f"{save}/save-/model-00002-of-00002.safetensors", 0, False),
+        (0, f"{save}/{MANIFEST}", 0, False),
+        (1, f"{save}/{MANIFEST}", 0, True),
+        # The first one clears up after the lock.
+        (0, removal, 1, False),
+    ]
+    assert check_kills_of_a_rank(server, clients, tmp_path, kills, strategy="fsdp") == len(kills)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("options", [{"strategy": "fsdp"}, {"strategy": "ddp", "asynchronous": True}], ids=str)
-def test_either_of_two_ranks_may_be_killed_at_every_request(
+def test_either_of_two_ranks_may_be_killed_at_every_request_of_a_save(
     server: Server, clients: Clients, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """From the lock through the second save, which removes the first, to the release of the lock."""
-
-    def points(found: list[tuple[str, int]]) -> list[Any]:
-        chosen = [request for request in found if "step=2" not in request[0] and "step=6" not in request[0]]
-        return [(rank, request, after) for request in chosen for rank in (0, 1) for after in (False, True)]
-
-    assert check_kills_of_a_rank(server, clients, tmp_path, points, **options) > 100
+    assert check_kills_of_a_rank(server, clients, tmp_path, None, **options) > 80
 
 
 # requests that fail ---------------------------------------------------------------------------------------------------
