@@ -336,19 +336,22 @@ def run_really(slow: str, strategy: str, steps: int) -> dict[int, str]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("slow", ["data", "sleep", "compute"])
 def test_a_rank_that_is_really_slow_is_named(slow: str) -> None:
-    for named in run_world(2, run_really, slow, "ddp", 200):
+    for named in run_world(2, run_really, slow, "ddp", 200, timeout=800):
         assert named == {1: "data" if slow == "data" else "forward"}
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_computing_is_seen_within_the_communication_of_fsdp() -> None:
-    for named in run_world(2, run_really, "compute", "fsdp", 200):
+    for named in run_world(2, run_really, "compute", "fsdp", 200, timeout=800):
         assert named == {1: "forward"}
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_equal_ranks_on_a_busy_machine_are_not_named(strategy: str) -> None:
-    assert run_world(2, run_really, "", strategy, 300) == [{}, {}]
+    assert run_world(2, run_really, "", strategy, 300, timeout=800) == [{}, {}]
