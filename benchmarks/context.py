@@ -8,7 +8,7 @@ A GPT of 4 blocks in float32 on a batch of one sequence, AdamW, CPU, gloo, one t
 cuts the sequence and attends as Leyden does: "gather" collects keys and values, again in backward; "ulysses" exchanges
 positions for heads. All run in the same processes, one after the other in each round. The table shows each contestant's
 median steps per second, the median over the rounds of Leyden's speed divided by the loop's, and the largest number of
-bytes that rank 0's tensors held at one time in two steps of length `--peak-length`, parameters and states of the
+bytes that rank 0's tensors held at one time in steps of length `--peak-length`, parameters and states of the
 optimizer included.
 """
 
@@ -16,32 +16,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peak import Peak
+from beside import Run, Timed, leyden, on_ranks, peak_of, rounds, row
 from split_gpt import Block
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from leyden import Trainer, TrainModule
+from leyden import TrainModule
 from leyden.strategies import MeshStrategy, sequence_positions
 
 TOKENS = 60
-WARM_UP = 2
 
 
 class LongGPT(TrainModule):
@@ -67,22 +58,15 @@ class LongGPT(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
 
-class Sequences(Dataset[tuple[Tensor, Tensor]]):
-    """Random tokens and the labels of a model that copies; records when it serves the first and last measured one."""
+def texts(length: int, steps: int) -> Timed:
+    """Returns a sequence of random tokens, with the labels of a model that copies."""
+    ids = torch.randint(TOKENS, (length,))
+    return Timed([(ids, ids)], steps, warm_up=2)
 
-    def __init__(self, length: int, steps: int) -> None:
-        self.ids, self.steps, self.times = torch.randint(TOKENS, (length,)), steps, list[float]()
 
-    def __len__(self) -> int:
-        return WARM_UP + self.steps
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.times.append(time.perf_counter())
-        return self.ids, self.ids
-
-    @property
-    def steps_per_second(self) -> float:
-        return (self.steps - 1) / (self.times[-1] - self.times[WARM_UP])
+def build(data: Timed, width: int) -> LongGPT:
+    torch.manual_seed(0)
+    return LongGPT(len(data.samples[0][0]), width)
 
 
 # by hand --------------------------------------------------------------------------------------------------------------
@@ -191,11 +175,10 @@ class Hooked:
             F.scaled_dot_product_attention = self  # type: ignore[assignment]
 
 
-def by_hand(args: argparse.Namespace, data: Sequences, method: str) -> None:
+def by_hand(width: int, data: Timed, method: str) -> None:
     """Runs a hand-written loop on this rank's part of each sequence."""
-    length, rank, world = len(data.ids), dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    module = LongGPT(length, args.width)
+    length, rank, world = len(data.samples[0][0]), dist.get_rank(), dist.get_world_size()
+    module = build(data, width)
     for block in module.blocks:
         fully_shard(block)
     fully_shard(module)
@@ -220,59 +203,26 @@ def by_hand(args: argparse.Namespace, data: Sequences, method: str) -> None:
         F.scaled_dot_product_attention = own
 
 
-def leyden(args: argparse.Namespace, data: Sequences, strategy: Any) -> None:
-    """Runs the same training with a Trainer."""
-    torch.manual_seed(0)
-    module = LongGPT(len(data.ids), args.width)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            accelerator="cpu",
-            strategy=strategy,
-            max_epochs=1,
-            gradient_clip_val=1.0,
-            barebones=True,
-            default_root_dir=folder,
-        )
-        trainer.fit(module, DataLoader(data, 1))
-
-
 def worker(args: argparse.Namespace) -> None:
     """Runs every contestant in turn, repeatedly, on one rank."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    runs: dict[str, Callable[[Sequences], None]] = {}
+    runs: dict[str, Run] = {}
     for method in ("gather", "ulysses"):
-        options: Any = {"cp_method": method, "sequence_dims": {0: 1, 1: 1}}
-        runs[f"{method} by hand"] = lambda data, method=method: by_hand(args, data, method)  # type: ignore[misc]
+        options: Any = {"dp_shard": 1, "cp": args.ranks, "cp_method": method, "sequence_dims": {0: 1, 1: 1}}
+        runs[f"{method} by hand"] = lambda data, method=method: by_hand(args.width, data, method)  # type: ignore[misc]
         runs[f"{method} leyden"] = lambda data, options=options: leyden(  # type: ignore[misc]
-            args, data, MeshStrategy(dp_shard=1, cp=args.ranks, **options)
+            build(data, args.width), data, MeshStrategy(**options)
         )
-    speeds: dict[str, list[float]] = {name: [] for name in runs}
-    peaks: dict[str, int] = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for _ in range(args.repeats):
-            for name, run in runs.items():
-                data = Sequences(args.length, args.steps)
-                run(data)
-                speeds[name].append(data.steps_per_second)
-        for name, run in {"one process": lambda data: leyden(args, data, "single_device"), **runs}.items():
-            if name != "one process" or dist.get_rank() == 0:
-                with Peak() as peak:
-                    run(Sequences(args.peak_length, 0))
-                peaks[name] = peak.most
-            dist.barrier()
+    found = rounds(runs, lambda name: texts(args.length, args.steps), args.repeats)
+    single = 0
     if dist.get_rank() == 0:
+        data = texts(args.peak_length, 0)
+        single = peak_of(lambda data: leyden(build(data, args.width), data, "single_device"), data)
+    dist.barrier()
+    peaks = {name: peak_of(run, texts(args.peak_length, 0)) for name, run in runs.items()}
+    if dist.get_rank() == 0:
+        print(f"one process      peak {single / 2**20:8.2f} MiB")
         for name, most in peaks.items():
-            row = f"{name:<16} peak {most / 2**20:8.2f} MiB   × {most * args.ranks / peaks['one process']:.3f} / cp"
-            if name.endswith("leyden"):
-                row += f"   × {most / peaks[name.replace('leyden', 'by hand')]:.3f} by hand"
-            if values := speeds.get(name):
-                base = speeds[name.split()[0] + " by hand"]
-                ratio = statistics.median(value / other for value, other in zip(values, base, strict=True))
-                row += f"   {statistics.median(values):7.2f} steps/s   × {ratio:.3f}"
-            print(row)
-    dist.destroy_process_group()
+            print(f"{row(name, found, peaks)}   peak × {most * args.ranks / single:.3f} / cp")
 
 
 def main() -> None:
@@ -283,13 +233,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--peak-length", type=int, default=8192)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        return worker(args)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    raise SystemExit(subprocess.run([*start, *sys.argv, "--worker"], env=environment).returncode)
+    on_ranks(parser, worker)
 
 
 if __name__ == "__main__":

@@ -4,65 +4,30 @@
     python benchmarks/ranks.py --ranks 4 --repeats 7 --steps 30      # DDP, FSDP and TP 2 × FSDP 2
 
 A small character GPT (examples/lm.py), AdamW, clipping by norm, CPU, gloo, one thread per rank. All contestants run in
-the same processes and process group, one after the other in each round. The clock is read when the data set returns
-batch `warm-up` and batch `warm-up + steps`. The table shows each contestant's median steps per second, the median over
-the rounds of Leyden's speed divided by the script's, and the largest number of bytes that rank 0's tensors held at one
-time, which is counted in a separate round.
+the same processes and process group, one after the other in each round. The clock is read when a loader asks for its
+first measured batch, and for the one after the last. The table shows the largest number of bytes that rank 0's tensors
+held at one time, which is counted in a separate round, each contestant's median steps per second, and, beside the
+script, the median over the rounds of the speed, with the lowest and the highest, and that of rank 0's processor time.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from beside import Run, Timed, leyden, on_ranks, peak_of, rounds, row
 from character_gpt import character_gpt
-from peak import Peak
 from split_gpt import PLAN, split_by_hand, split_gpt
 from staged_gpt import MICRO_BATCHES, train_by_hand
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 ALPHABET = "".join(map(chr, range(60)))
-WARM_UP = 5
-TAIL = 2
-
-
-class Windows(Dataset[Tensor]):
-    """Windows of random characters; records when the first and the last window of the measurement are read."""
-
-    def __init__(self, args: argparse.Namespace, readers: int) -> None:
-        self.size, self.length, self.steps, self.readers = args.batch_size, args.length, args.steps, readers
-        self.ids = torch.randint(len(ALPHABET), (self.length + 1,))
-        self.served, self.start, self.end = 0, 0.0, 0.0
-
-    def __len__(self) -> int:
-        return (WARM_UP + self.steps + TAIL) * self.size * self.readers
-
-    def __getitem__(self, index: int) -> Tensor:
-        self.served += 1
-        if self.served == WARM_UP * self.size:
-            self.start = time.perf_counter()
-        elif self.served == (WARM_UP + self.steps) * self.size:
-            self.end = time.perf_counter()
-        return self.ids
-
-    @property
-    def steps_per_second(self) -> float:
-        return self.steps / (self.end - self.start)
 
 
 def build(gpt: Any, args: argparse.Namespace) -> Any:
@@ -71,7 +36,7 @@ def build(gpt: Any, args: argparse.Namespace) -> Any:
     return gpt(ALPHABET, args.length, args.width, depth=args.depth, lr=3e-4)
 
 
-def by_hand(gpt: Any, args: argparse.Namespace, data: Windows, wrap: Callable[[nn.Module], nn.Module]) -> None:
+def by_hand(gpt: Any, args: argparse.Namespace, data: Timed, wrap: Callable[[nn.Module], nn.Module]) -> None:
     """Runs a hand-written loop."""
     module = build(gpt, args)
     model = wrap(module)
@@ -133,70 +98,42 @@ def tensor_parallel(module: Any) -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
-def leyden(gpt: Any, args: argparse.Namespace, data: Windows, strategy: Any) -> None:
-    """Runs the same training with a Trainer."""
-    from leyden import Trainer
-
-    module = build(gpt, args)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            accelerator="cpu",
-            strategy=strategy,
-            max_epochs=1,
-            gradient_clip_val=1.0,
-            barebones=True,
-            default_root_dir=folder,
-        )
-        trainer.fit(module, DataLoader(data, args.batch_size))
-
-
 def worker(args: argparse.Namespace) -> None:
     """Runs every contestant in turn, repeatedly, on one rank."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     gpt, split, world = character_gpt(), split_gpt(), dist.get_world_size()
-    runs: dict[str, tuple[int, Callable[[Windows], None]]] = {
+
+    def trainer(gpt: Any, strategy: Callable[[], Any]) -> Run:
+        return lambda data: leyden(build(gpt, args), data, strategy())
+
+    runs: dict[str, tuple[int, Run]] = {
         "ddp by hand": (world, lambda data: by_hand(gpt, args, data, ddp)),
-        "ddp leyden": (world, lambda data: leyden(gpt, args, data, "ddp")),
+        "ddp leyden": (world, trainer(gpt, lambda: "ddp")),
         "fsdp by hand": (world, lambda data: by_hand(gpt, args, data, fsdp)),
-        "fsdp leyden": (world, lambda data: leyden(gpt, args, data, "fsdp")),
+        "fsdp leyden": (world, trainer(gpt, lambda: "fsdp")),
     }
     if world % 2 == 0:
         from leyden.strategies import MeshStrategy
 
         runs |= {
             "tp by hand": (world // 2, lambda data: by_hand(split, args, data, tensor_parallel)),
-            "tp leyden": (world // 2, lambda data: leyden(split, args, data, MeshStrategy(tp=2, plan=PLAN))),
+            "tp leyden": (world // 2, trainer(split, lambda: MeshStrategy(tp=2, plan=PLAN))),
         }
     if world == 2:
-        stages = {"pp": 2, "microbatches": MICRO_BATCHES}
         runs |= {
             "pp by hand": (1, lambda data: train_by_hand(build(gpt, args), DataLoader(data, args.batch_size))),
-            "pp leyden": (1, lambda data: leyden(gpt, args, data, MeshStrategy(**stages))),
+            "pp leyden": (1, trainer(gpt, lambda: MeshStrategy(pp=2, microbatches=MICRO_BATCHES))),
         }
     runs = {name: run for name, run in runs.items() if args.only in (None, name.split()[0])}
-    speeds: dict[str, list[float]] = {name: [] for name in runs}
-    peaks: dict[str, int] = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for _ in range(args.repeats):
-            for name, (readers, run) in runs.items():
-                data = Windows(args, readers)
-                run(data)
-                speeds[name].append(data.steps_per_second)
-        for name, (readers, run) in runs.items():
-            with Peak() as peak:
-                run(Windows(args, readers))
-            peaks[name] = peak.most
+    window = torch.randint(len(ALPHABET), (args.length + 1,))
+
+    def make(name: str) -> Timed:
+        return Timed([window], args.steps, args.batch_size, readers=runs[name][0])
+
+    found = rounds({name: run for name, (_, run) in runs.items()}, make, args.repeats)
+    peaks = {name: peak_of(run, make(name)) for name, (_, run) in runs.items()}
     if dist.get_rank() == 0:
-        for name, values in speeds.items():
-            base = name.split()[0] + " by hand"
-            ratio = statistics.median(value / other for value, other in zip(values, speeds[base], strict=True))
-            print(
-                f"{name:<14} {statistics.median(values):8.2f} steps/s   × {ratio:.3f}   "
-                f"peak {peaks[name] / 2**20:7.2f} MiB   × {peaks[name] / peaks[base]:.3f}"
-            )
-    dist.destroy_process_group()
+        for name in runs:
+            print(row(name, found, peaks))
 
 
 def main() -> None:
@@ -209,13 +146,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--only", help="ddp, fsdp, tp or pp (default: all)")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        return worker(args)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    raise SystemExit(subprocess.run([*start, *sys.argv, "--worker"], env=environment).returncode)
+    on_ranks(parser, worker)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from leyden.strategies.fsdp.sharding import (
     ReplacedParameters,
     Sharding,
     check_sharded,
+    check_undivided,
     local,
     prefetch_forward,
     shard_like,
@@ -280,6 +281,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     ) -> None:
         """Shards a module that no earlier run has sharded."""
         self._check_unshared(module)
+        check_undivided(module)
         settings, split, apart = self.settings, self.split_for(module, ignored), self.apart_in(module)
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]

@@ -98,7 +98,10 @@ class Sharding:
             # A group without parameters, nested in two roots, would belong to the root that runs first.
             part.to(self.device)
             return
-        if self.mesh is None:
+        alone = own is not None and self._is_alone(own.mesh)
+        if alone:
+            self.ignored.update(part.parameters())
+        if self.mesh is None or alone:
             # torch refuses to move a DTensor with a weak reference, such as those in ReplacedParameters. Models that
             # hand-written code split are on the device already.
             if any(tensor.device != self.device for tensor in (*part.parameters(), *part.buffers())):
@@ -149,6 +152,11 @@ class Sharding:
         """Returns True if other ranks hold all parameters of the module: `split` added every one to `ignored`."""
         parameters = list(part.parameters())
         return bool(parameters) and self.split is not None and all(p in self.ignored for p in parameters)
+
+    def _is_alone(self, mesh: DeviceMesh) -> bool:
+        """Returns True if there is nothing to gather, convert or reduce, and FSDP would only copy each parameter."""
+        dtypes = self.policy.param_dtype, self.policy.reduce_dtype
+        return mesh.size() == 1 and dtypes == (None, None) and type(self.offload) is OffloadPolicy
 
     def _check_dtypes(self, part: nn.Module, slots: list[Slot]) -> None:
         """Refuses a group whose trainable parameters have several dtypes: FSDP gathers a group as one buffer."""
@@ -267,6 +275,20 @@ def shared_by(roots: Iterable[nn.Module]) -> set[nn.Parameter]:
     """Returns the parameters that belong to more than one of some modules."""
     counts = Counter(parameter for root in roots for parameter in root.parameters())
     return {parameter for parameter, count in counts.items() if count > 1}
+
+
+def check_undivided(root: nn.Module) -> None:
+    """Refuses a model whose experts `transformers` has divided on loading: the norm of their gradients would be wrong.
+
+    Raises:
+        ConfigurationError: names a parameter.
+    """
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
+            raise ConfigurationError(
+                f"{name!r} is divided over ep already, as by DistributedConfig(ep_size=…) of transformers: load the "
+                "model without a distributed_config, and pass MeshStrategy(ep=…), which divides its experts."
+            )
 
 
 def check_sharded(root: nn.Module, ignored: set[nn.Parameter]) -> None:

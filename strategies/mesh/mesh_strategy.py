@@ -196,7 +196,7 @@ class MeshStrategy(FSDPStrategy):
         """
         # A YAML key without a value means the default.
         given = {name: value for name, value in config.items() if value is not None}
-        sizes = {name: given.pop(f"parallelism_config_{name}_size", None) for name in (*ORDER, "sp")}
+        sizes = {name: given.pop(f"parallelism_config_{name}_size", None) for name in (*ORDER, "ep", "sp")}
         sizes = {name: size for name, size in sizes.items() if size is not None}
         check_rotation(str(given.get("parallelism_config_cp_comm_strategy", "allgather")))
         if "sp" in sizes:

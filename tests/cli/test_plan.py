@@ -177,6 +177,26 @@ def test_one_slurm_task_per_rank_becomes_the_rank() -> None:
             CPU,
             "around a ring",
         ),
+        (
+            {"num_processes": 2, "use_deepspeed": True, "parallelism_config": {"parallelism_config_ep_size": 2}},
+            CPU,
+            "experts are divided on a mesh, without DeepSpeed",
+        ),
+        (
+            {"num_processes": 4, "parallelism_config": {"parallelism_config_ep_size": 3}},
+            CPU,
+            "ep=3 does not divide dp_shard=4",
+        ),
+        (
+            {
+                "num_processes": 4,
+                "distributed_type": "FSDP",
+                "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"},
+                "parallelism_config": {"parallelism_config_ep_size": 2},
+            },
+            CPU,
+            "ep=2 does not divide dp_shard=1",
+        ),
         ({"tp_config": {"tp_size": 2, "tp_plan": "auto"}}, CPU, "give tp_size below it"),
         ({"use_deepspeed": True, "deepspeed_config": {"gradient_clipping": "much"}}, CPU, "is not a number"),
     ],
@@ -231,6 +251,42 @@ def test_the_plan_lists_keys_without_effect() -> None:
     assert "no effect   same_network (--dry-run says why)" in made.lines("python a.py")
     assert "no effect   same_network: the main address is used as given." in made.lines("python a.py", reasons=True)
     assert len(made.lines("python a.py").splitlines()) <= 6
+
+
+def mesh_of(found: dict[str, Any]) -> Any:
+    """Returns the strategy that a script on 4 ranks gets."""
+    launched = plan({"num_processes": 4, "use_cpu": True, **found}, CPU).launched
+    assert launched.strategy == "mesh"
+    return with_options("mesh", launched.options)
+
+
+MEGATRON = {"distributed_type": "MEGATRON_LM"}
+
+
+@pytest.mark.parametrize(
+    ("found", "layout"),
+    [
+        ({"parallelism_config": {"parallelism_config_ep_size": 2}}, "dp_shard 4"),
+        (
+            {"parallelism_config": {"parallelism_config_ep_size": 2, "parallelism_config_dp_shard_size": 2}},
+            "dp_replicate 2 × dp_shard 2",
+        ),
+        ({**MEGATRON, "megatron_lm_config": {"megatron_lm_ep_degree": 2}}, "dp_replicate 2 × dp_shard 2"),
+        (
+            {
+                **MEGATRON,
+                "megatron_lm_config": {
+                    "megatron_lm_expert_model_parallel_size": 2,
+                    "megatron_lm_use_distributed_optimizer": True,
+                },
+            },
+            "dp_shard 4",
+        ),
+        ({**MEGATRON, "megatron_lm_config": {"megatron_lm_ep_degree": 2, "megatron_lm_cp_degree": 4}}, "cp 4"),
+    ],
+)
+def test_a_size_divides_experts(found: dict[str, Any], layout: str) -> None:
+    assert str(mesh_of(found).layout) == f"{layout} (experts over ep 2)"
 
 
 AXES = ("dp_replicate", "dp_shard", "tp", "cp")

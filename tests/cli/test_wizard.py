@@ -14,6 +14,7 @@ import yaml
 from leyden.cli.settings.machine import Machine
 from leyden.cli.settings.settings import Settings, parse
 from leyden.cli.settings.wizard import Wizard
+from leyden.core.errors import ConfigurationError
 
 pexpect = pytest.importorskip("pexpect", reason="pip install 'leyden[test]'")
 
@@ -289,7 +290,7 @@ def test_cpu_binding_is_asked_unless_the_machine_has_one_numa_node(monkeypatch: 
 
 
 def test_mesh_sizes_that_do_not_match_the_ranks_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong, right = ["3", "1", "1", "1"], ["2", "1", "2", "1"]
+    wrong, right = ["3", "1", "1", "1"], ["2", "1", "2", "1", "2"]
     settings, _ = run_wizard(Machine(gpus=4), ["gpu", "all", "1", "parallel", *wrong, *right], Settings(), monkeypatch)
     sizes = settings.section("parallelism_config")
     assert sizes == {
@@ -297,7 +298,10 @@ def test_mesh_sizes_that_do_not_match_the_ranks_are_asked_again(monkeypatch: pyt
         "parallelism_config_cp_size": 1,
         "parallelism_config_dp_shard_size": 2,
         "parallelism_config_dp_replicate_size": 1,
+        "parallelism_config_ep_size": 2,
     }
+    with pytest.raises(ConfigurationError, match="does not divide 2: give a divisor"):
+        run_wizard(Machine(gpus=4), ["gpu", "all", "1", "parallel", *right[:-1], "3"], Settings(), monkeypatch)
 
 
 def test_the_wizards_defaults_are_the_earlier_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,8 @@ def own_module(sizes: Found, **arguments: Any) -> Found:
     return {"losses": losses, "predicted": torch.cat(predicted).numpy(), **weights_of(accelerator, model)}
 
 
-def transformers_trainer(sizes: Found, folder: str) -> Found:
-    """transformers' Trainer, which cuts its batches by `maybe_context_parallel`, on Leyden's Accelerator."""
+def transformers_trainer(sizes: Found, folder: str, make: Callable[[], nn.Module] = llama) -> Found:
+    """transformers' Trainer on Leyden's Accelerator. It cuts its batches by `maybe_context_parallel`."""
     from transformers import Trainer, TrainingArguments
 
     class Ours(Trainer):  # type: ignore[misc]
@@ -158,11 +159,10 @@ def transformers_trainer(sizes: Found, folder: str) -> Found:
 
     rows = [{"input_ids": row["input_ids"], "labels": row["shift_labels"]} for row in texts(False)]
     quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "use_cpu": True, "save_strategy": "no"}
-    arguments = TrainingArguments(
-        folder, max_steps=2, learning_rate=0.01, gradient_accumulation_steps=2, per_device_train_batch_size=4, **quiet
-    )
+    quiet |= {f"per_device_{name}_batch_size": GLOBAL_BATCH // sizes.get("ep_size", 1) for name in ("train", "eval")}
+    arguments = TrainingArguments(folder, max_steps=2, learning_rate=0.01, gradient_accumulation_steps=2, **quiet)
     torch.manual_seed(0)
-    trainer = Ours(llama(), arguments, train_dataset=rows, eval_dataset=rows[:8])
+    trainer = Ours(make(), arguments, train_dataset=rows, eval_dataset=rows[:8])
     trainer.train()
     losses = [entry[name] for entry in trainer.state.log_history for name in ("loss", "grad_norm") if name in entry]
     losses.append(trainer.evaluate()["eval_loss"])

@@ -22,6 +22,7 @@ DEGREES = {
     "tp_degree": "MEGATRON_LM_TP_DEGREE",
     "pp_degree": "MEGATRON_LM_PP_DEGREE",
     "num_micro_batches": "MEGATRON_LM_NUM_MICRO_BATCHES",
+    "expert_model_parallel_size": "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE",
 }
 SWITCHES = {
     "sequence_parallelism": "MEGATRON_LM_SEQUENCE_PARALLELISM",
@@ -76,6 +77,7 @@ class MegatronLMPlugin:
         use_distributed_optimizer: shard the model over the data-parallel ranks, instead of replicating it.
         return_logits: no effect: evaluation returns the model's whole output.
         is_train_batch_min: no effect.
+        expert_model_parallel_size: ranks that divide the experts of a mixture. They shard the model, too.
 
     The other attributes are for Megatron-LM's own models and loop. They are refused, each with an alternative.
 
@@ -130,6 +132,7 @@ class MegatronLMPlugin:
     custom_get_batch_function: Callable[..., Any] | None = None
     custom_loss_function: Callable[..., Any] | None = None
     other_megatron_args: dict[str, Any] | None = None
+    expert_model_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
         defaults = {entry.name: entry.default for entry in fields(self)}
@@ -162,7 +165,8 @@ class MegatronLMPlugin:
         from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 
         tp, stages, micro_batches = self.tp_degree or 1, self.pp_degree or 1, self.num_micro_batches or 1
-        if tp * stages == 1 and not (self.use_distributed_optimizer or self.recompute_activations):
+        experts = self.expert_model_parallel_size or 1
+        if tp * stages * experts == 1 and not (self.use_distributed_optimizer or self.recompute_activations):
             return "auto"
         if stages > 1 and micro_batches > 1:
             warn(
@@ -170,15 +174,16 @@ class MegatronLMPlugin:
                 f"Accelerate draws {micro_batches} batches per step: multiply batch_size by {micro_batches} for the "
                 "same step.",
             )
-        data_dimension = "dp_shard" if self.use_distributed_optimizer else "dp_replicate"
-        options: dict[str, Any] = {"dp_replicate": 1, "dp_shard": 1, data_dimension: -1}
+        options: dict[str, Any] = {"dp_replicate": -1, "dp_shard": experts}
+        if self.use_distributed_optimizer:
+            options = {"dp_replicate": 1, "dp_shard": -1}
         if self.recompute_activations:
             options["activation_checkpointing_policy"] = True
         if stages > 1:
             # 1F1B needs at least as many micro-batches as stages.
             options["microbatches"] = micro_batches
             options["schedule"] = "1F1B" if micro_batches >= stages else "GPipe"
-        return MeshStrategy(tp=tp, pp=stages, **options)
+        return MeshStrategy(tp=tp, pp=stages, ep=experts, **options)
 
 
 class MegatronLMDummyScheduler(LambdaLR):

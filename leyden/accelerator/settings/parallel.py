@@ -1,10 +1,11 @@
-"""ParallelismConfig: the number of ranks that replicate a model, shard it, split its layers and form its pipeline."""
+"""ParallelismConfig: the ranks that replicate a model, shard it, split its layers, divide experts, form a pipeline."""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from leyden.accelerator.ranks import joined_strategy
 from leyden.accelerator.settings.plugins import FullyShardedDataParallelPlugin
@@ -141,6 +142,8 @@ class ParallelismConfig:
         cp_handler: a `TorchContextParallelConfig`.
         sp_handler: a `DeepSpeedSequenceParallelConfig`.
         pp_size: ranks of the pipeline, each with its stages (`Accelerator.pipeline_step`). Not in Accelerate.
+        ep_size: ranks that divide the experts of a mixture (`MeshStrategy(ep=…)`), a part of dp_shard_size × cp_size
+            and no factor of `total_size`. Without `dp_shard_size`, it sets it. Not in Accelerate 1.15.
 
     Raises:
         ConfigurationError: for a size below 1, and for sizes that do not go together.
@@ -162,9 +165,11 @@ class ParallelismConfig:
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_size: int | None = None
+    ep_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in SIZES:
+        has_shards = self.dp_shard_size is not None or "PARALLELISM_CONFIG_DP_SHARD_SIZE" in os.environ
+        for name in (*SIZES, "ep_size"):
             given = getattr(self, name)
             text = str(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1) if given is None else given)
             if not text.isdigit() or int(text) < 1:
@@ -179,15 +184,19 @@ class ParallelismConfig:
                 raise ConfigurationError(
                     f"ParallelismConfig({name}_handler=…) got {kind_of(handler)}. Pass a {kind.__name__}."
                 )
+        if not has_shards and self.ep_size and self.cp_size and self.sp_size:
+            # Experts are divided over ranks that shard the model: these, and those of cp.
+            self.dp_shard_size = self.ep_size // math.gcd(self.ep_size, self.cp_size * self.sp_size)
         # Sizes that do not go together raise here.
-        self.layout  # noqa: B018
+        self.layout.filled(self.layout.size)
         self._mesh: DeviceMesh | None = None
 
     @property
     def layout(self) -> Layout:
         """The sizes as a mesh layout."""
         cp, _ = sequence_ranks(self.cp_size or 1, self.sp_size or 1)
-        return Layout(self.dp_replicate_size or 1, self.dp_shard_size or 1, self.tp_size or 1, self.pp_size or 1, cp)
+        sizes = self.dp_replicate_size, self.dp_shard_size, self.tp_size, self.pp_size, cp, self.ep_size
+        return Layout(*(size or 1 for size in sizes))
 
     @property
     def replicas(self) -> int:
@@ -237,6 +246,10 @@ class ParallelismConfig:
     @property
     def sp_enabled(self) -> bool:
         return (self.sp_size or 1) > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        return self.layout.ep > 1
 
     @property
     def _cp_dim_names(self) -> list[str]:
@@ -336,17 +349,19 @@ class ParallelismConfig:
             raise ConfigurationError(
                 "fsdp_plugin needs ranks to shard over, but ParallelismConfig has dp_shard_size=1. Set dp_shard_size."
             )
-        if max(layout.tp, layout.pp, layout.cp) > 1:
+        if max(layout.tp, layout.pp, layout.cp, layout.ep) > 1:
             from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 
-            plugin = {} if fsdp_plugin is None else fsdp_plugin.arguments()
+            options: dict[str, Any] = {**layout.sizes, "ep": layout.ep}
+            if fsdp_plugin is not None:
+                options |= fsdp_plugin.arguments()
             if self.sp_enabled:
-                plugin["cp_method"] = "ulysses"
+                options["cp_method"] = "ulysses"
                 inform(
                     f"sp_size={self.sp_size} divides sequences by MeshStrategy(cp={self.sp_size}, "
                     "cp_method='ulysses'), without DeepSpeed, within accelerator.maybe_context_parallel"
                 )
-            return MeshStrategy(layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp, **plugin)
+            return MeshStrategy(**options)
         if self.dp_shard_enabled:
             mesh = (layout.dp_replicate, layout.dp_shard) if self.dp_replicate_enabled else None
             built: Strategy = (fsdp_plugin or FullyShardedDataParallelPlugin()).build(mesh)
@@ -357,7 +372,8 @@ class ParallelismConfig:
         """Raises ConfigurationError unless the product of the sizes is the number of ranks, or 1."""
         if self.total_size not in (1, ranks):
             sizes = " × ".join(f"{name} {getattr(self, name)}" for name in SIZES if getattr(self, name) > 1)
+            experts = ", and for ep_size one that divides dp_shard_size × cp_size" if self.ep_enabled else ""
             raise ConfigurationError(
                 f"ParallelismConfig needs {self.total_size} ranks ({sizes}), but there are {ranks}. Choose sizes whose "
-                "product is the number of ranks."
+                f"product is the number of ranks{experts}."
             )

@@ -94,7 +94,7 @@ def _flags() -> list[Flag]:
     titles = {
         "fsdp_config": "FSDP",
         "deepspeed_config": "DeepSpeed",
-        "parallelism_config": "The mesh of ranks: replicas, FSDP and tensor parallel",
+        "parallelism_config": "The mesh of ranks: replicas, FSDP, layers, sequences, experts",
         "megatron_lm_config": "Megatron-LM",
         "fp8_config": "fp8",
         "dynamo_config": "torch.compile",
@@ -112,7 +112,7 @@ def _flag(key: ConfigKey, title: str) -> Flag:
     name, help = key.flag or key.name, key.help or key.without
     if not key.name.startswith(tuple(name.removesuffix("config") for name in FAMILIES)) and key.kind is bool:
         return Flag([f"--{name}/--no_{name}", key.name], title, default=None, help=help)
-    other = [f"--{other}" for other in key.older if other.startswith(("fsdp_", "fp8_"))]
+    other = [f"--{other}" for other in key.older if other.startswith(("fsdp_", "fp8_", "megatron_lm_"))]
     other += [f"--{TORCHRUN[name]}"] if name in TORCHRUN else []
     return Flag([f"--{name}", *other, key.name], title, type=KeyType(key), help=help)
 

@@ -49,11 +49,11 @@ def chosen_strategy(settings: Settings, ranks: int) -> StrategyChoice:
             does not have.
     """
     if settings.kind == "DEEPSPEED":
-        for name in ("cp", "sp"):
+        for name, divided in {"cp": "sequences", "sp": "sequences", "ep": "experts"}.items():
             size = settings.section("parallelism_config").get(f"parallelism_config_{name}_size", 1)
             if size > 1:
                 raise ConfigurationError(
-                    f"parallelism_config_{name}_size: {size} with distributed_type: DEEPSPEED: sequences are divided "
+                    f"parallelism_config_{name}_size: {size} with distributed_type: DEEPSPEED: {divided} are divided "
                     "on a mesh, without DeepSpeed's engine. Use distributed_type: FSDP, or leave it out."
                 )
         return _zero(settings)
@@ -70,6 +70,8 @@ def chosen_strategy(settings: Settings, ranks: int) -> StrategyChoice:
         sizes = {f"parallelism_config_{name}_size": size for name, size in layout.sizes.items()}
         if settings.section("parallelism_config").get("parallelism_config_sp_size", 1) > 1:
             sizes |= {"parallelism_config_sp_size": layout.cp, "parallelism_config_cp_size": 1}
+        if layout.ep > 1:
+            sizes["parallelism_config_ep_size"] = layout.ep
         return StrategyChoice("mesh", {**options, **sizes})
     if settings.kind == "FSDP":
         return StrategyChoice("ddp") if is_whole else StrategyChoice("fsdp", options)
@@ -88,11 +90,13 @@ def _layout(settings: Settings, ranks: int, is_whole: bool) -> Layout | None:
         ConfigurationError: for sizes that do not make up the ranks, and dimensions that this version does not have.
     """
     section = settings.section("parallelism_config")
-    sizes = {name: section.get(f"parallelism_config_{name}_size") for name in (*MESH, "sp")}
+    sizes = {name: section.get(f"parallelism_config_{name}_size") for name in (*MESH, "sp", "ep")}
     given = {name: size for name, size in sizes.items() if size is not None}
     if math.prod(given.values()) == 1:
         return None
-    filled = "dp_replicate" if is_whole else "dp_shard"
+    # Experts are divided over ranks that shard the model. NO_SHARD forbids it.
+    shards = settings.kind != "FSDP" and given.get("ep", 1) > 1 and "dp_shard" not in given
+    filled = "dp_replicate" if is_whole and not shards else "dp_shard"
     try:
         check_rotation(section.get("parallelism_config_cp_comm_strategy", "allgather"))
         given["cp"], _ = sequence_ranks(given.get("cp", 1), given.pop("sp", 1))
@@ -144,7 +148,7 @@ def _megatron(settings: Settings, ranks: int) -> StrategyChoice:
 
     tp_degree and pp_degree split layers and cut the model into stages. The other ranks see different samples: they
     shard the model where Megatron-LM would shard its optimizer's state (`use_distributed_optimizer`), else they hold
-    copies.
+    copies. With ep_degree, at least the ranks that divide experts shard the model too.
 
     Args:
         settings: flags over the file.
@@ -155,11 +159,6 @@ def _megatron(settings: Settings, ranks: int) -> StrategyChoice:
     """
     section = settings.section("megatron_lm_config")
     degrees = {name: int(section.get(f"megatron_lm_{name}_degree") or 1) for name in ("tp", "pp", "cp", "ep")}
-    if degrees["ep"] > 1:
-        raise ConfigurationError(
-            f"megatron_lm_ep_degree: {degrees['ep']}: this section cannot divide experts. Leave it out, and use "
-            "MeshStrategy(ep=…) in the script instead."
-        )
     model = degrees["tp"] * degrees["pp"] * degrees["cp"]
     if ranks % model:
         named = [f"megatron_lm_{name}_degree: {degrees[name]}" for name in ("tp", "pp", "cp")]
@@ -170,10 +169,15 @@ def _megatron(settings: Settings, ranks: int) -> StrategyChoice:
     shards = bool(section.get("megatron_lm_use_distributed_optimizer"))
     recomputes = bool(section.get("megatron_lm_recompute_activations"))
     norm = section.get("megatron_lm_gradient_clipping")
-    if model == 1 and not (shards or recomputes):
+    if model * degrees["ep"] == 1 and not (shards or recomputes):
         return StrategyChoice("ddp", norm=norm)
-    sizes = {"tp": degrees["tp"], "pp": degrees["pp"], "cp": degrees["cp"], "dp_shard": 1, "dp_replicate": 1}
-    sizes["dp_shard" if shards else "dp_replicate"] = ranks // model
+    data, least = ranks // model, degrees["ep"] // math.gcd(degrees["ep"], degrees["cp"])
+    if data % least:
+        raise ConfigurationError(
+            f"megatron_lm_ep_degree: {degrees['ep']} does not divide the {data * degrees['cp']} ranks that see "
+            "different tokens: change it, or num_processes."
+        )
+    sizes = {**degrees, "dp_shard": data if shards else least, "dp_replicate": 1 if shards else data // least}
     # Sizes that do not go together raise here, and not on the ranks.
     Layout(**sizes)
     options: dict[str, Any] = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}

@@ -232,7 +232,7 @@ DEEPSPEED: tuple[ConfigKey, ...] = (
 )
 _NO_SP = "sequences are divided without DeepSpeed, in torch's attention."
 _LENGTHS = "sequences may have any length that 2 · sp_size · tp_size divides."
-_SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "sp")
+_SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "sp", "ep")
 PARALLELISM: tuple[ConfigKey, ...] = (
     *(ConfigKey(f"parallelism_config_{name}_size", int, f"ranks of the {name} axis", least=1) for name in _SIZES),
     ConfigKey(
@@ -244,10 +244,16 @@ PARALLELISM: tuple[ConfigKey, ...] = (
     ConfigKey("parallelism_config_sp_seq_length_is_variable", bool, without=_LENGTHS),
     ConfigKey("parallelism_config_sp_attn_implementation", str, without=_NO_SP),
 )
+_DEGREES: dict[str, tuple[str, ...]] = {
+    "tp": (),
+    "pp": (),
+    "cp": ("megatron_lm_context_parallel_size",),
+    "ep": ("megatron_lm_expert_model_parallel_size",),
+}
 MEGATRON: tuple[ConfigKey, ...] = (
     *(
-        ConfigKey(f"megatron_lm_{name}_degree", int, f"ranks of the {name} axis", least=1)
-        for name in ("tp", "pp", "cp", "ep")
+        ConfigKey(f"megatron_lm_{name}_degree", int, f"ranks of the {name} axis", older=older, least=1)
+        for name, older in _DEGREES.items()
     ),
     ConfigKey("megatron_lm_num_micro_batches", int, "micro-batches per batch of a pipeline", least=1),
     ConfigKey(

@@ -25,7 +25,7 @@ SPREADS = {
     "ddp": "every rank holds the whole model",
     "fsdp": "parameters are sharded over the ranks",
     "deepspeed": "DeepSpeed's ZeRO",
-    "parallel": "layers are split (tensor parallel) or sequences divided (context parallel), within FSDP or replicas",
+    "parallel": "layers are split (tensor parallel), sequences or experts divided, within FSDP or replicas",
     "megatron": "layers are split, and blocks divided into stages, by Megatron-LM's settings",
 }
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
@@ -227,8 +227,13 @@ class Wizard:
                 default = ranks // product if last else 1
                 product *= self._ask(f"parallelism_config_{axis}_size", default, text)
             if ranks < 0 or product == ranks:
-                return
+                break
             click.echo(f"Error: these make {product} ranks, and there are {ranks}: their product must be {ranks}.")
+        sizes = self.sections["parallelism_config"]
+        shards = sizes["parallelism_config_dp_shard_size"] * sizes["parallelism_config_cp_size"]
+        if shards > 1:
+            text = f"Of the {shards} ranks that shard, how many divide the experts of a mixture (expert parallel)"
+            self._ask("parallelism_config_ep_size", 1, text, lambda value: part_of(shards, value))
 
     def _megatron(self) -> None:
         self.values["distributed_type"] = "MEGATRON_LM"
@@ -334,6 +339,13 @@ def norm(value: Any) -> Any:
     if value == "auto" or str(value).lower() == "none":
         return value if value == "auto" else None
     return ConfigKey("gradient_clipping", float, least=0).read(value)
+
+
+def part_of(shards: int, value: Any) -> int:
+    ranks = int(KEYS["parallelism_config_ep_size"].read(value))
+    if shards % ranks:
+        raise ConfigurationError(f"parallelism_config_ep_size: {ranks} does not divide {shards}: give a divisor.")
+    return ranks
 
 
 def existing_file(value: Any) -> str:
