@@ -23,6 +23,7 @@ _HOMES = {
     "DummyLogger": "leyden.callbacks.loggers.silent",
     "EarlyStopping": "leyden.callbacks.early_stopping",
     "EMAWeightAveraging": "leyden.callbacks.weight_averaging",
+    "ExpertBalancing": "leyden.callbacks.expert_balancing",
     "GarbageCollection": "leyden.callbacks.garbage_collection",
     "GradNormMonitor": "leyden.callbacks.grad_norm_monitor",
     "GradientAccumulation": "leyden.callbacks.gradient_accumulation",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.drift_guard import DriftError as DriftError
     from leyden.callbacks.drift_guard import DriftGuard as DriftGuard
     from leyden.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from leyden.callbacks.expert_balancing import ExpertBalancing as ExpertBalancing
     from leyden.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
     from leyden.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from leyden.callbacks.garbage_collection import GarbageCollection as GarbageCollection

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from leyden import Trainer, TrainModule
-from leyden.strategies import MeshStrategy, balance_loss
+from leyden.callbacks import ExpertBalancing
+from leyden.strategies import MeshStrategy, balance_loss, routers_in_float32
 
 
 class Experts(nn.Module):
@@ -67,7 +68,7 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         tokens = self.experts_norm(x).flatten(0, 1)  # (B·T, D)
-        probabilities = self.router(tokens).float().softmax(-1)  # (B·T, E)
+        probabilities = self.router(tokens).softmax(-1)  # (B·T, E)
         weights, index = probabilities.topk(self.top_k)
         return x + self.experts(tokens, index, weights).view_as(x), probabilities
 
@@ -92,6 +93,7 @@ class Mixture(TrainModule):
         self.characters, self.places = nn.Embedding(characters, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, 4, experts, top_k) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters)
+        routers_in_float32(self)
 
     def parallel_plan(self) -> dict[str, str]:
         return {"blocks.*.experts": "expert_parallel"}
@@ -138,6 +140,7 @@ def main() -> None:
         gradient_clip_val=1.0,
         default_root_dir=args.root,
         log_every_n_steps=10,
+        callbacks=[ExpertBalancing()],  # logs the load of the experts
     )
     trainer.fit(
         Mixture(len(alphabet), args.length), DataLoader(data, args.batch_size // strategy.data_size, shuffle=True)

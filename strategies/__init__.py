@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy as FSDPStrategy
     from leyden.strategies.mesh.balance import balance_loss as balance_loss
+    from leyden.strategies.mesh.balance import routers_in_float32 as routers_in_float32
     from leyden.strategies.mesh.context.attention import sequence_positions as sequence_positions
     from leyden.strategies.mesh.mesh_strategy import MeshStrategy as MeshStrategy
     from leyden.strategies.mesh.model_parallel import ModelParallelStrategy as ModelParallelStrategy
@@ -72,6 +73,7 @@ _HOMES = {
     "XLAFSDPStrategy": "leyden.strategies.xla.xla_strategy",
     "XLAStrategy": "leyden.strategies.xla.xla_strategy",
     "balance_loss": "leyden.strategies.mesh.balance",
+    "routers_in_float32": "leyden.strategies.mesh.balance",
 }
 
 DDP = ("leyden.strategies.ddp", "DDPStrategy")

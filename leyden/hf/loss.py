@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leyden.core.errors import ConfigurationError
+from leyden.strategies.base import Strategy
 
 IGNORED = -100
 """The label of a position that counts for nothing."""
@@ -96,6 +97,57 @@ def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, shifts: bool
         label_smoothing=smoothing,
     )
     return total / ((labels != IGNORED).sum() if num_items is None else num_items)
+
+
+def router_loss_weight(model: Any) -> float:
+    """Returns the weight of the loss that balances the model's experts; 0 if it adds none."""
+    base = base_model(model)
+    config = base.config.get_text_config()
+    weight: float = getattr(base, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0))
+    return weight if getattr(config, "output_router_logits", False) else 0.0
+
+
+def router_correction(
+    model: Any, outputs: Any, mask: Tensor | None, items: Tensor, strategy: Strategy, checks: bool
+) -> Tensor:
+    """Returns what turns a rank's loss, a mean over its labels, into its part of the loss over all ranks' tokens.
+
+    The model's balance loss multiplies, for each expert, the fraction of the tokens that it gets by its mean
+    probability, over the tokens of this rank. Over those of all ranks, it is not the mean of the ranks' losses.
+
+    Args:
+        model: the model.
+        outputs: its outputs.
+        mask: the attention mask, (B, T); None if every token counts.
+        items: the number of this rank's labels.
+        strategy: the run's strategy.
+        checks: whether to compare this rank's own balance loss with the model's, for which it waits for the device.
+
+    Raises:
+        ConfigurationError: if the model computes its balance loss in another way.
+    """
+    from leyden.strategies import balance_loss
+
+    base, aux, layers = base_model(model), outputs.aux_loss, outputs.router_logits
+    logits = torch.cat([layer.flatten(0, -2) for layer in layers])
+    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    indices = probabilities.topk(base.config.get_text_config().num_experts_per_tok).indices
+    counted = None if mask is None else mask.flatten().repeat(len(layers))
+    local = balance_loss(probabilities, indices, None, counted) if checks else None
+    if local is not None and not torch.isclose(local, aux.to(local.dtype), rtol=0.05):
+        raise ConfigurationError(
+            f"{type(base).__name__} computes the balance loss of its experts in another way than Mixtral, and on "
+            "several ranks it would be that of each rank's tokens. Set model.router_aux_loss_coef = 0, and add "
+            "balance_loss (from leyden.strategies) in a training_step of your own."
+        )
+    balance = balance_loss(probabilities, indices, strategy, counted)
+    tokens = probabilities.new_tensor(len(logits) / len(layers)) if mask is None else mask.sum().to(balance.dtype)
+    own = torch.stack([tokens, items.to(balance.dtype)])
+    every = strategy.ranks.reduce(own * (not strategy.is_filling), reduction="sum").clamp(min=1)
+    # Ranks are weighted by their labels, and the mean probability by tokens.
+    share = tokens / every[0] * every[1] / items.clamp(min=1)
+    correction: Tensor = router_loss_weight(model) * (balance * share - aux)
+    return correction
 
 
 class ChunkedHead(nn.Linear):

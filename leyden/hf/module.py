@@ -41,6 +41,8 @@ from leyden.hf.loss import (
     count_items,
     label_names,
     loss_of,
+    router_correction,
+    router_loss_weight,
     shifts_labels,
     smoothed_loss,
 )
@@ -62,8 +64,9 @@ class HFModule(TrainModule):
 
     The loss is that of transformers' Trainer: a mean over the labels of the whole accumulation window on all ranks
     that are not -100, where the model averages over labels; else a mean over the batch. Every batch counts by its
-    labels, so an auxiliary loss, such as the load balance of a mixture of experts, is averaged too. Batches are dicts,
-    as the collators of transformers make them. Logs `loss`, `val_loss` and `test_loss`.
+    labels, so an auxiliary loss is averaged too; in training, that which balances a mixture of experts
+    (`output_router_logits`) counts the tokens of all ranks, under FSDP and on a mesh. Batches are dicts, as the
+    collators of transformers make them. Logs `loss`, `val_loss` and `test_loss`.
 
     Args:
         model: a model of transformers, or the name of a folder or repository that `from_pretrained` accepts. With a
@@ -114,6 +117,8 @@ class HFModule(TrainModule):
         tensor(6)
     """
 
+    balances_over_ranks = True
+    """`MeshStrategy(ep=…)` leaves the balance loss of the model in it to this module."""
     gathers_shards = True
     """Sharding strategies leave `save_pretrained` as it is: all ranks call it, and it gathers."""
 
@@ -185,6 +190,7 @@ class HFModule(TrainModule):
         self._sizes = Sizes()
         self._label_names: list[str] = []
         self._is_checked = False
+        self._checks_routers = True
         self._predictions: dict[int, Predictions] = {}
         self._generation = generate_arguments(generation)
         self._generator: Generator | None = None
@@ -396,7 +402,38 @@ class HFModule(TrainModule):
             return self.compute_loss_func(outputs, labels, num_items_in_batch=num_items), outputs
         if labels is not None:
             return smoothed_loss(outputs.logits, labels, self.label_smoothing, shifts, num_items), outputs
-        return loss_of(outputs), outputs
+        loss = loss_of(outputs)
+        if self._balances_over_ranks and self.training and torch.is_grad_enabled():
+            items = self.count_items(batch) if num_items is not None else None
+            items = loss.new_tensor(len(batch["labels"])) if items is None else items
+            strategy, mask = self.trainer.strategy, batch.get("attention_mask")
+            loss = loss + router_correction(self.model, outputs, mask, items, strategy, self._checks_routers)
+            self._checks_routers = False
+        return loss, outputs
+
+    @property
+    def _balances_over_ranks(self) -> bool:
+        """Whether ranks have tokens of their own that the model's loss would balance apart from those of the others."""
+        return (
+            self._trainer is not None
+            and self._trainer.strategy.data_size > 1
+            and self.compute_loss_func is None
+            and router_loss_weight(self.model) != 0
+        )
+
+    def on_fit_start(self) -> None:
+        if not self._balances_over_ranks:
+            return
+        from leyden.strategies import FSDPStrategy
+
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, FSDPStrategy):
+            raise ConfigurationError(
+                f"the model adds a loss that balances its experts (output_router_logits), and with "
+                f"strategy={strategy.name!r} it would be that of each rank's own tokens. Use strategy='fsdp' or "
+                "MeshStrategy(dp_replicate=…, dp_shard=1), which count the tokens of all ranks, or set "
+                "model.router_aux_loss_coef = 0."
+            )
 
     @property
     def _head(self) -> ChunkedHead:

@@ -1,10 +1,17 @@
-"""balance_loss: keeps a router from sending most tokens to a few experts, with fractions of all ranks' tokens."""
+"""Routers of mixtures of experts: a loss that balances them over the tokens of all ranks, and logits in float32."""
 
 from __future__ import annotations
 
+import functools
+import types
+from collections.abc import Collection
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from leyden.core.errors import ConfigurationError
 from leyden.strategies.base import Strategy
@@ -64,3 +71,61 @@ def _check(strategy: Strategy) -> None:
             "not run it. Use strategy='fsdp' or a MeshStrategy without pp, or leave out the argument `strategy`, which "
             "counts the tokens of each rank by itself."
         )
+
+
+def routers_in_float32(module: nn.Module, names: Collection[str] = ("router", "gate")) -> list[str]:
+    """Makes routers compute their logits in float32 under every precision, and returns the names of these routers.
+
+    Rounded to bfloat16, logits that differ become equal, and ties decide about experts. Without this, routers of
+    `transformers` have logits in 16 bits under mixed precision, and only their softmax in float32. What a router
+    returns is float32 too, and in float64 nothing changes. Under FSDP the weights are gathered in 16 bits, and the
+    logits are computed from the rounded weights in float32.
+
+    Call it once the module is built, before the run.
+
+    Args:
+        module: the model, or a part of it.
+        names: the last part of the routers' names.
+
+    Raises:
+        ConfigurationError: if no module has such a name.
+
+    Example:
+        >>> model = nn.ModuleDict({"router": nn.Linear(8, 4, bias=False)}).bfloat16()
+        >>> routers_in_float32(model)
+        ['router']
+        >>> model["router"](torch.ones(2, 8, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    found = {name: part for name, part in module.named_modules() if name.rpartition(".")[2] in names}
+    routers = {name: part for name, part in found.items() if any(True for _ in part.parameters())}
+    if not routers:
+        raise ConfigurationError(
+            f"routers_in_float32: {type(module).__name__} has no module with parameters that is named "
+            f"{' or '.join(map(repr, names))}. Pass the last part of the names of your routers: names={{…}}."
+        )
+    for router in routers.values():
+        own = type(router).forward
+
+        @functools.wraps(own)
+        def forward(self: nn.Module, *args: Any, _own: Any = own, **kwargs: Any) -> Any:
+            with torch.autocast(next(self.parameters()).device.type, enabled=False), _Float32Linear():
+                return _own(self, *args, **kwargs)
+
+        # A bound method, so that a deep copy of the model is bound to the copy.
+        router.forward = types.MethodType(forward, router)  # type: ignore[method-assign]
+    return list(routers)
+
+
+class _Float32Linear(TorchFunctionMode):
+    """Computes linear layers in float32 or wider."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            args = tuple(_widened(value) for value in args)
+            kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+def _widened(value: Any) -> Any:
+    return value.to(torch.promote_types(value.dtype, torch.float32)) if isinstance(value, Tensor) else value

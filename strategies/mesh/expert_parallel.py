@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.strategies.fsdp.sharding import Apart, local
 from leyden.strategies.mesh.styles import placed
+from leyden.strategies.recomputing import KEEPS, kept
 
 WORD = "expert_parallel"
 """The plan's word for a module of experts."""
@@ -57,6 +58,7 @@ class ExpertParallel:
         self._group = mesh.get_group(0)
         self._inner = inner or {}
         self._experts = check(name, module, self._ranks)
+        module.__dict__[KEEPS] = True
         self._local: dict[str, Tensor] | None = None
         """The parameters that the present forward has read, by name; None outside of a forward."""
 
@@ -136,7 +138,27 @@ class ExpertParallel:
                 "need hidden states (T, D), the experts of each token (T, k) and their weights (T, k): flatten the "
                 "batch before the call."
             )
-        tokens, top_k = top_k_index.shape
+        # A recomputation takes from the forward pass what was sent where, and what arrived.
+        order, rows_sent, rows_received, received = kept(lambda: self._routed(top_k_index))
+        top_k = top_k_index.shape[1]
+        expert = torch.arange(received.shape[1], device=received.device).repeat(self._ranks)
+        expert = expert.repeat_interleave(received.flatten(), output_size=sum(rows_received)).unsqueeze(1)  # (R, 1)
+        rows = self._exchange(hidden_states[order // top_k], rows_received, rows_sent)  # (R, D)
+        # The module may weight its inputs or its outputs, so the weights travel too.
+        weights = self._exchange(top_k_weights.reshape(-1, 1)[order], rows_received, rows_sent)  # (R, 1)
+        if rows.shape[0]:
+            outputs = forward(rows, expert, weights)
+        else:
+            # A row that counts for nothing, so that every parameter has a gradient, and FSDP's collectives run.
+            rows, expert, weights = (torch.cat([t, t.new_zeros(1, t.shape[1])]) for t in (rows, expert, weights))
+            outputs = forward(rows, expert, weights)[:0]
+        summed: Tensor = Return.apply(  # type: ignore[no-untyped-call]
+            outputs, rows_sent, rows_received, self._group, order, top_k
+        )
+        return summed
+
+    def _routed(self, top_k_index: Tensor) -> tuple[Tensor, list[int], list[int], Tensor]:
+        """Returns the order in which pairs are sent, the rows to and from each rank, and from each for each expert."""
         chosen = top_k_index.reshape(-1)  # (T·k)
         # Ranks hold contiguous ranges of experts, so pairs in the order of experts are in the order of ranks too.
         order = chosen.argsort(stable=True)
@@ -145,20 +167,7 @@ class ExpertParallel:
         received = _all_to_all(sent, None, None, self._group)  # (ranks, experts of this rank)
         # The only read by the host: collectives need the numbers of rows.
         rows_sent, rows_received = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-        rows = self._exchange(hidden_states[order // top_k], rows_received, rows_sent)  # (R, D)
-        # The module may weight its inputs or its outputs, so the weights travel too.
-        weights = self._exchange(top_k_weights.reshape(-1, 1)[order], rows_received, rows_sent)  # (R, 1)
-        expert = torch.arange(received.shape[1], device=chosen.device).repeat(self._ranks)
-        expert = expert.repeat_interleave(received.flatten(), output_size=sum(rows_received)).unsqueeze(1)  # (R, 1)
-        if rows.shape[0]:
-            outputs = forward(rows, expert, weights)
-        else:
-            # A row that counts for nothing, so that every parameter has a gradient, and FSDP's collectives run.
-            rows, expert, weights = (torch.cat([t, t.new_zeros(1, t.shape[1])]) for t in (rows, expert, weights))
-            outputs = forward(rows, expert, weights)[:0]
-        returned = self._exchange(outputs, rows_sent, rows_received)  # (T·k, D)
-        pairs = torch.empty_like(returned).index_copy(0, order, returned)
-        return pairs.view(tokens, top_k, pairs.shape[-1]).sum(1)
+        return order, rows_sent, rows_received, received
 
     def _exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
         arrived: Tensor = Exchange.apply(rows, received, sent, self._group)  # type: ignore[no-untyped-call]
@@ -173,11 +182,42 @@ class Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _all_to_all(rows, received, sent, group)
+        return kept(lambda: _all_to_all(rows, received, sent, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return _all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+class Return(torch.autograd.Function):
+    """Sends the experts' outputs back to the ranks of their tokens, and adds up the k outputs of each token.
+
+    One function, so that a recomputation keeps the sums (T, D) in place of the outputs (T·k, D).
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        outputs: Tensor,  # (R, D)
+        received: list[int],
+        sent: list[int],
+        group: dist.ProcessGroup,
+        order: Tensor,  # (T·k)
+        top_k: int,
+    ) -> Tensor:
+        ctx.received, ctx.sent, ctx.group, ctx.order, ctx.top_k = received, sent, group, order, top_k
+
+        def summed() -> Tensor:
+            returned = _all_to_all(outputs, received, sent, group)  # (T·k, D)
+            pairs = torch.empty_like(returned).index_copy_(0, order, returned)
+            return pairs.view(-1, top_k, pairs.shape[-1]).sum(1)
+
+        return kept(summed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        outputs = _all_to_all(grad[ctx.order // ctx.top_k], ctx.sent, ctx.received, ctx.group)
+        return outputs, None, None, None, None, None
 
 
 def _all_to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
@@ -231,11 +271,19 @@ def check_router_loss(root: nn.Module) -> None:
     Raises:
         ConfigurationError: names the model and what to use instead.
     """
+    settled: list[str] = []
     for name, module in root.named_modules():
+        # A model keeps the number that its config had when it was built.
+        own: Any = getattr(module, "router_aux_loss_coef", None)
+        if own == 0 or getattr(module, "balances_over_ranks", False):
+            settled.append(name)
         config: Any = getattr(module, "config", None)
-        if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        weight = getattr(config, "router_aux_loss_coef", 0) if own is None else own
+        is_settled = any(owner in ("", name) or name.startswith(f"{owner}.") for owner in settled)
+        if getattr(config, "output_router_logits", False) and weight and not is_settled:
             raise ConfigurationError(
                 f"{name or 'the model'!r} has output_router_logits=True, which adds a balance loss of each rank's own "
-                "tokens; their mean is not the loss of one process. Set config.router_aux_loss_coef = 0 and add "
-                "balance_loss (from leyden.strategies) in training_step, which counts the tokens of all ranks."
+                "tokens; their mean is not the loss of one process. Set the model's router_aux_loss_coef = 0 and add "
+                "balance_loss (from leyden.strategies) in training_step, which counts the tokens of all ranks. An "
+                "HFModule (from leyden.hf) does so by itself."
             )

@@ -43,6 +43,7 @@ from leyden.strategies.mesh.pipeline.steps import PipelineSteps
 from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, is_split, plan_of
 from leyden.strategies.mesh.plan_checks import check_loaded
 from leyden.strategies.mesh.styles import gathered
+from leyden.strategies.recomputing import keep_in_checkpoints
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 
@@ -375,6 +376,7 @@ class MeshStrategy(FSDPStrategy):
                 "their first dimension."
             )
         check_router_loss(module)
+        keep_in_checkpoints(module)
         return {
             name: ExpertParallel(name, module.get_submodule(name), mesh[held], mesh[shards], inner).apart()
             for name, inner in found.items()

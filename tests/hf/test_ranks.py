@@ -13,7 +13,10 @@ from ranks.world import run_world
 from torch.utils.data import DataLoader
 
 from leyden import Trainer
+from leyden.core.errors import ConfigurationError
 from leyden.hf import HFModule
+from leyden.hf.loss import router_correction
+from leyden.strategies import MeshStrategy, SingleDeviceStrategy
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -90,3 +93,41 @@ def few_rows(strategy: str, folder: str) -> dict[str, float]:
 def test_a_rank_without_a_sample_takes_part_in_metrics(strategy: str, single: Any) -> None:
     expected = {"val_rows/dataloader_idx_0": 1.0, "val_rows/dataloader_idx_1": 7.0}
     assert run_world(2, few_rows, strategy, str(single[0])) == [expected, expected]
+
+
+def balanced(strategy: str) -> dict[str, Any]:
+    """Trains a mixture whose own loss balances its experts, in windows of batches with uneven lengths."""
+    model = make_model("mixtral", router_aux_loss_coef=0.5, experts_implementation="eager")
+    module = HFModule(model, lr=0.1, optimizer="SGD", scheduler=None)
+    layouts: dict[str, Any] = {"ep": lambda: MeshStrategy(ep=2), "hsdp": lambda: MeshStrategy(2, 1)}
+    chosen = {**STRATEGIES, **layouts}[strategy]()
+    trainer = Trainer(strategy=chosen, max_epochs=1, accumulate_grad_batches=2, precision="64-true", **QUIET)
+    # The last batch has 3 rows.
+    trainer.fit(module, DataLoader(rows("mixtral", 19), 4 // trainer.strategy.data_size))
+    return {name: t.numpy() for name, t in trainer.strategy.full_state_dict(module, rank0_only=False).items()}
+
+
+def balanced_on_ranks() -> dict[str, dict[str, Any]]:
+    return {strategy: balanced(strategy) for strategy in ("ep", "fsdp", "hsdp", "tp")}
+
+
+def test_a_mixture_balances_its_experts_over_the_tokens_of_all_ranks() -> None:
+    single = balanced("single")
+    for found in run_world(2, balanced_on_ranks):
+        for strategy, weights in found.items():
+            for name, value in single.items():
+                # transformers computes its balance loss in float32.
+                assert abs(weights[name] - value).max() < 1e-7, (strategy, name)
+
+
+def test_a_balance_loss_of_each_rank_alone_is_refused() -> None:
+    message = "with strategy='ddp' it would be that of each rank's own tokens. Use strategy='fsdp'"
+    assert any(message in str(answer) for answer in run_world(2, balanced, "ddp", may_fail=True))
+
+
+def test_a_balance_loss_of_another_kind_is_refused() -> None:
+    model = make_model("mixtral")
+    outputs = model(**{name: torch.stack([row[name] for row in rows("mixtral", 2)]) for name in rows("mixtral", 1)[0]})
+    outputs.aux_loss = 2 * outputs.aux_loss
+    with pytest.raises(ConfigurationError, match="MixtralForCausalLM computes the balance loss"):
+        router_correction(model, outputs, None, torch.tensor(4), SingleDeviceStrategy(), checks=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from leyden import TrainModule
-from leyden.strategies import balance_loss
+from leyden.strategies import balance_loss, routers_in_float32
 
 VOCABULARY, TOKENS, WIDTH, TOP_K = 32, 8, 16, 2
 SGD = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
@@ -47,9 +47,14 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, experts: int, has_bias: bool, scales_inputs: bool, starved: int, jitter: float) -> None:
+    def __init__(
+        self, experts: int, has_bias: bool, scales_inputs: bool, starved: int, jitter: float, drift: float
+    ) -> None:
         super().__init__()
-        self.starved, self.jitter = starved, jitter
+        self.starved, self.jitter, self.drift = starved, jitter, drift
+        self.noises = [torch.Generator().manual_seed(seed) for seed in range(2)] if drift else []
+        self.expert_bias: Tensor
+        self.register_buffer("expert_bias", torch.zeros(experts))
         self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.router = nn.Linear(WIDTH, experts, bias=False)
         self.experts = Experts(experts, has_bias, scales_inputs)
@@ -61,9 +66,16 @@ class Block(nn.Module):
         tokens = self.norm(x).flatten(0, 1)
         noise = 1 + self.jitter * torch.randn_like(tokens) if self.jitter else 1
         logits = self.router(tokens * noise)
+        self.logits_dtype = logits.dtype
         logits[:, : self.starved] = -torch.inf
         probabilities = logits.softmax(-1)
-        weights, index = probabilities.topk(TOP_K)
+        scores = probabilities + self.expert_bias
+        if self.drift:
+            # Those of a recomputation differ from those of the forward pass.
+            own = self.noises[torch._C._current_graph_task_id() != -1]
+            scores = scores + self.drift * torch.rand(scores.shape, generator=own).to(scores.dtype)
+        index = scores.topk(TOP_K).indices
+        weights = probabilities.gather(1, index)
         return x + self.experts(tokens, index, weights).view_as(x), probabilities
 
 
@@ -76,9 +88,11 @@ class Mixture(TrainModule):
         scales_inputs: whether routing weights scale the experts' inputs rather than their outputs.
         starved: the number of experts, from the first one, that no token chooses.
         jitter: the standard deviation of noise on the routers' inputs.
+        drift: the size of noise on the scores by which routers choose, from generators that no recomputation restores.
         trains: part of the names of the parameters that train; all others are frozen.
         by_items: whether a step returns a sum and the number of tokens.
         balances: the weight of the balance loss.
+        float32: whether routers compute in float32 under every precision.
         optimizer: creates the optimizer.
     """
 
@@ -89,18 +103,22 @@ class Mixture(TrainModule):
         scales_inputs: bool = False,
         starved: int = 0,
         jitter: float = 0.0,
+        drift: float = 0.0,
         trains: str = "",
         by_items: bool = False,
         balances: float = 0.0,
+        float32: bool = False,
         optimizer: Any = SGD,
     ) -> None:
         super().__init__()
         self.by_items, self.balances, self.optimizer = by_items, balances, optimizer
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(experts, has_bias, scales_inputs, starved, jitter) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(experts, has_bias, scales_inputs, starved, jitter, drift) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(trains in name)
+        if float32:
+            routers_in_float32(self)
         self.losses: list[float] = []
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

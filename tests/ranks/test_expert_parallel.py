@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET
-from ranks.mixture import PLAN, SGD, SPLIT_PLAN, TENSOR_PLAN, TOP_K, Mixture, data
+from ranks.mixture import PLAN, SGD, SPLIT_PLAN, TENSOR_PLAN, TOP_K, VOCABULARY, WIDTH, Mixture, data
+from ranks.share import Messages
 from ranks.world import run_world
 from same import differences
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from leyden import Accelerator, Trainer
-from leyden.callbacks import EMAWeightAveraging
+from leyden.callbacks import EMAWeightAveraging, ExpertBalancing
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.errors import ConfigurationError
-from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, balance_loss
+from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, balance_loss, routers_in_float32
 from leyden.strategies.fsdp.sharding import local
 
 GLOBAL_BATCH, SAMPLES = 8, 27
@@ -38,17 +39,27 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed experts": {"activation_checkpointing_policy": {"Experts"}},
     "kept gathered": {"reshard_after_forward": False},
     "averaged": {"callbacks": "EMA"},
+    "biased": {"callbacks": "balance", "accumulate_grad_batches": 2, "log_every_n_steps": 1},
+    "biased, recomputed": {
+        "callbacks": "balance",
+        "log_every_n_steps": 1,
+        "activation_checkpointing_policy": {"Block"},
+        "starved": 1,
+    },
     "single": {"precision": "32-true"},
     "half": {"precision": "bf16-mixed"},
+    "half, float32 routers": {"precision": "bf16-mixed", "float32": True, "activation_checkpointing_policy": {"Block"}},
 }
 """Arguments of the module, the strategy and the Trainer."""
 COMPILED = {"compiled": {"compile": True}}
 ODD = {"an odd share": {"experts": 6}, "less than one": {"experts": 2}}
 """Experts per rank that the ranks which shard them do not divide."""
 UNBIASED = {"unbiased": {"has_bias": False}}
-TOLERANCE = {"single": 1e-5, "half": 0.05}
+TOLERANCE = {"single": 1e-5, "half": 0.05, "half, float32 routers": 0.05}
+LOGITS = {"single": torch.float32, "half": torch.bfloat16, "half, float32 routers": torch.float32}
 OF_STRATEGY = ("activation_checkpointing_policy", "compile", "reshard_after_forward")
-OF_MODULE = ("experts", "has_bias", "scales_inputs", "starved", "jitter", "trains", "by_items", "balances", "optimizer")
+OF_MODULE = ("experts", "has_bias", "scales_inputs", "starved", "jitter", "drift", "trains", "by_items", "balances")
+OF_MODULE += ("float32", "optimizer")
 Sizes = dict[str, int] | None
 
 
@@ -59,14 +70,21 @@ def train(sizes: Sizes, arguments: dict[str, Any], plan: dict[str, str]) -> dict
     of_strategy = {name: given.pop(name) for name in OF_STRATEGY if name in given}
     if given.get("callbacks") == "EMA":
         given["callbacks"] = EMAWeightAveraging(decay=0.9)
+    balancing = ExpertBalancing(0.05, per_expert=True)
+    if given.get("callbacks") == "balance":
+        given["callbacks"] = balancing
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes, plan=plan, **of_strategy)
     torch.manual_seed(0)
     module, trainer = Mixture(**of_module), Trainer(**QUIET, strategy=strategy, gradient_clip_val=0.5, **given)
     readers = trainer.strategy.data_size
     trainer.fit(module, DataLoader(data(SAMPLES), GLOBAL_BATCH // readers), max_epochs=1)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("experts/")}
     predicted = trainer.predict(module, DataLoader(data(3), GLOBAL_BATCH // readers)) or []
     state = trainer.strategy.full_state_dict(module, rank0_only=False)
     return {
+        "logged": logged,
+        "dtypes": {block.logits_dtype for block in module.blocks},
+        "counts": balancing.counts,
         "losses": module.losses[: SAMPLES // GLOBAL_BATCH],
         "weights": {name: tensor.double().numpy() for name, tensor in state.items()},
         "predicted": torch.cat(predicted).double().numpy(),
@@ -92,8 +110,13 @@ def check(ranks: list[dict[str, Any]], sizes: dict[str, int]) -> None:
             assert means == pytest.approx(single["losses"], abs=tolerance), case
         for rank in ranks:
             assert abs(rank[case]["predicted"] - single["predicted"]).max() < 10 * tolerance, case
+            assert rank[case]["dtypes"] == {LOGITS.get(case, torch.float64)}, case
+            assert rank[case]["counts"] == single["counts"], case
+            assert rank[case]["logged"] == pytest.approx(single["logged"], abs=1e-6), case
+            assert len(rank[case]["logged"]) == (16 if case.startswith("biased") else 0), case
             for name, value in single["weights"].items():
-                assert abs(rank[case]["weights"][name] - value).max() < tolerance, (case, name)
+                exact = 0.0 if name.endswith("expert_bias") else tolerance
+                assert abs(rank[case]["weights"][name] - value).max() <= exact, (case, name)
     shards = sizes.get("dp_shard", len(ranks))
     for case in ranks[0].keys() & {"plain", *ODD}:
         assert {rank[case]["held"] for rank in ranks} == {expected(case)["held"] // shards}, case
@@ -103,7 +126,7 @@ def only(*names: str) -> dict[str, dict[str, Any]]:
     return {name: CASES[name] for name in names}
 
 
-SOME = only("plain", "accumulated", "balanced", "experts without a token", "recomputed blocks", "half")
+SOME = only("plain", "accumulated", "balanced", "experts without a token", "recomputed blocks", "biased", "half")
 WORLDS: dict[str, tuple[int, list[Any]]] = {
     "2": (2, [({"ep": 2}, CASES, PLAN)]),
     "4": (
@@ -139,19 +162,27 @@ def test_experts_train_like_one_process(name: str) -> None:
         check([rank[number] for rank in found], sizes)
 
 
-def noisy_losses() -> list[list[float]]:
-    """Returns the losses with noise on the routers' inputs, without and with activation checkpointing."""
-    policies: list[Any] = [None, {"Block"}]
-    return [
-        train({"ep": 2}, {"jitter": 0.5, "activation_checkpointing_policy": policy}, PLAN)["losses"]
-        for policy in policies
-    ]
+NOISES: dict[str, dict[str, Any]] = {"jitter": {"jitter": 0.5}, "drift": {"drift": 0.5}}
 
 
-def test_recomputed_blocks_send_their_tokens_to_the_same_experts() -> None:
-    for plain, again in run_world(2, noisy_losses):
-        assert len(plain) == SAMPLES // GLOBAL_BATCH
-        assert again == plain
+def recomputed() -> dict[str, list[dict[str, Any]]]:
+    """Trains with noisy routers, without and with activation checkpointing. Adds the number of all-to-alls."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, noise in NOISES.items():
+        for policy in (None, {"Block"}):
+            with Messages() as messages:
+                run = train({"ep": 2}, {**noise, "activation_checkpointing_policy": policy}, PLAN)
+            found.setdefault(name, []).append({**run, "sent": messages.counts["all_to_all_single"]})
+    return found
+
+
+def test_a_recomputed_block_routes_as_in_its_forward_pass_and_sends_nothing_again() -> None:
+    for rank in run_world(2, recomputed):
+        for name, (plain, again) in rank.items():
+            assert len(plain["losses"]) == SAMPLES // GLOBAL_BATCH
+            assert again["losses"] == plain["losses"], name
+            assert not differences(again["weights"], plain["weights"]), name
+            assert again["sent"] == plain["sent"] > 0, name
 
 
 LAYOUTS: dict[str, Any] = {
@@ -168,7 +199,8 @@ def steps(layout: str, until: int, load: str | None = None, save: str | None = N
     """Trains to a step, from a checkpoint or from the start. Returns the weights."""
     torch.manual_seed(0 if load is None else 9)
     module = Mixture(has_bias=False, optimizer=functools.partial(torch.optim.AdamW, lr=0.01))
-    trainer = Trainer(**QUIET, strategy=LAYOUTS[layout](), precision="64-true", max_epochs=-1)
+    balancing = ExpertBalancing(0.02)
+    trainer = Trainer(**QUIET, strategy=LAYOUTS[layout](), precision="64-true", max_epochs=-1, callbacks=balancing)
     loader = DataLoader(data(16), GLOBAL_BATCH // trainer.strategy.data_size, shuffle=True)
     trainer.fit(module, loader, ckpt_path=load, max_steps=until)
     if save is not None:
@@ -176,19 +208,23 @@ def steps(layout: str, until: int, load: str | None = None, save: str | None = N
     return {name: t.numpy().copy() for name, t in trainer.strategy.full_state_dict(module, rank0_only=False).items()}
 
 
-def save_and_resume(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Saves under ep; each layout loads the save of the one before, and saves it again. Returns two runs under ep."""
+def save_and_resume(folder: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Saves under ep; each layout loads the save of the one before, and saves it again.
+
+    Returns the weights of a longer run under ep, and those of runs that continue the first save under each layout.
+    """
     steps("ep", 3, save=f"{folder}/first")
     before = "first"
     for layout in ("fsdp", "tp", "ep × tp", "ddp", "ep"):
         steps(layout, 3, load=f"{folder}/{before}", save=f"{folder}/{layout}")
         before = layout
-    return steps("ep", 6), steps("ep", 6, load=f"{folder}/first")
+    layouts = [name for name in LAYOUTS if name != "one process"]
+    return steps("ep", 6), {name: steps(name, 6, load=f"{folder}/first") for name in layouts}
 
 
 def test_checkpoints_move_between_layouts_bit_for_bit(tmp_path: Path) -> None:
     for whole, resumed in run_world(4, save_and_resume, str(tmp_path)):
-        assert not differences(resumed, whole), "a resume on the same layout is not exact"
+        assert not differences(resumed["ep"], whole), "a resume on the same layout is not exact"
     steps("one process", 3, load=str(tmp_path / "first"), save=str(tmp_path / "one process"))
     first = CheckpointReader(tmp_path / "first")
     others = [path for path in tmp_path.iterdir() if path.name != "first"]
@@ -198,7 +234,11 @@ def test_checkpoints_move_between_layouts_bit_for_bit(tmp_path: Path) -> None:
         assert not differences(dict(sorted(other.model().items())), dict(sorted(first.model().items()))), path
         assert not differences(states_in(other.optimizers()), states_in(first.optimizers())), path
     single = steps("one process", 6, load=str(tmp_path / "first"))
-    assert all(abs(single[name] - value).max() < 1e-9 for name, value in whole.items())
+    assert any(value.any() for name, value in single.items() if name.endswith("expert_bias"))
+    for layout, weights in resumed.items():
+        for name, value in weights.items():
+            exact = 0.0 if name.endswith("expert_bias") else 1e-9
+            assert abs(single[name] - value).max() <= exact, (layout, name)
 
 
 def states_in(optimizers: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -246,6 +286,31 @@ def test_the_balance_loss_is_that_of_transformers() -> None:
         probabilities = torch.cat(layers).softmax(-1)
         found = balance_loss(probabilities, probabilities.topk(TOP_K).indices, mask=own)
         assert float(found) == pytest.approx(float(mixtral.load_balancing_loss_func(layers, 4, TOP_K, given)), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "mixed qwen", "deepseek"])
+def test_routers_of_transformers_have_16_bit_logits_under_mixed_precision_unless_told_otherwise(kind: str) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    from ranks.test_mesh_transformers import MODELS
+
+    tokens = torch.arange(VOCABULARY)[None, : WIDTH // 2]
+    found: list[Any] = []
+    for widens in (False, True):
+        torch.manual_seed(0)
+        model = MODELS[kind]()
+        names = [name for name, _ in model.named_modules() if name.endswith("gate")]
+        assert not widens or routers_in_float32(model) == names
+        router = model.get_submodule(names[-1])
+        router.register_forward_hook(lambda router, inputs, outputs: found.append((inputs[0], outputs[0])))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        assert router.weight.grad.any()
+    (_, narrow), (inputs, wide) = found
+    assert (narrow.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    expected = nn.functional.linear(inputs.detach().float().flatten(0, -2), router.weight)
+    assert torch.equal(wide.view_as(expected), expected)
+    with pytest.raises(ConfigurationError, match="no module with parameters that is named 'router'"):
+        routers_in_float32(model, ("router",))
 
 
 class Nested(nn.Module):
@@ -331,6 +396,7 @@ def errors() -> dict[str, tuple[str, bool]]:
     calls: dict[str, Callable[[], Any]] = {
         "'0' is called with tensors of shapes (2, 3, 16), (6, 2), (6, 2)": call_with_batches,
         "balance_loss with strategy='ddp'": balance_under_ddp,
+        "code has changed one of these tensors in place": change_in_place,
     }
     for message, call in calls.items():
         with pytest.raises(ConfigurationError) as raised:
@@ -346,6 +412,30 @@ def call_with_batches() -> None:
     model[0](torch.zeros(2, 3, 16), torch.zeros(6, 2, dtype=torch.long), torch.zeros(6, 2))
 
 
+class InPlace(Short):
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        x.mul_(2)
+        return x + self.up.sum()
+
+
+class Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = InPlace()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.experts(2 * x, torch.arange(4).view(4, 1), torch.ones(4, 1))
+        return outputs.square()
+
+
+def change_in_place() -> None:
+    policy = {"activation_checkpointing_policy": {"Changing"}}
+    strategy, model = EP2(plan={"0.experts": "expert_parallel"}, **policy), nn.Sequential(Changing())
+    strategy.setup_environment()
+    strategy.setup_modules([model])
+    model(torch.ones(4, 2)).sum().backward()
+
+
 def balance_under_ddp() -> None:
     strategy = DDPStrategy()
     strategy.setup_environment()
@@ -354,7 +444,7 @@ def balance_under_ddp() -> None:
 
 def test_mistakes_raise_the_same_error_on_every_rank() -> None:
     first, second = run_world(2, errors)
-    assert first == second and len(first) == len(MISTAKES) + 2
+    assert first == second and len(first) == len(MISTAKES) + 3
     for message, (text, unchanged) in first.items():
         assert message in text
         assert unchanged, message

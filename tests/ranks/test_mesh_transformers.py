@@ -10,11 +10,13 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from models import QUIET
+from ranks.share import Messages
 from ranks.world import run_world
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
+from leyden.callbacks import ExpertBalancing
 from leyden.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.checkpoint.merge import merge
 from leyden.strategies import MeshStrategy
@@ -63,6 +65,16 @@ def mixed_qwen(**changes: Any) -> nn.Module:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SHAPE, **own, "mlp_only_layers": [0], **changes}))
 
 
+def deepseek(**changes: Any) -> nn.Module:
+    """A mixture whose routers add a bias to their scores, and choose groups of experts first."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    own = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    sizes = {**SHAPE, **latent, **own, "moe_intermediate_size": 16, "num_key_value_heads": 4, **changes}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes))
+
+
 class Adapted(nn.Module):
     """A frozen linear layer with LoRA, under peft's names."""
 
@@ -88,6 +100,7 @@ def adapted() -> nn.Module:
 
 MODELS: dict[str, Any] = {
     "adapted": adapted,
+    "deepseek": deepseek,
     "llama": llama,
     "mixtral": mixtral,
     "mixed qwen": mixed_qwen,
@@ -213,7 +226,19 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     "experts in groups": ("mixtral", {"experts_implementation": "grouped_mm"}),
     "experts one by one": ("mixtral", {"experts_implementation": "eager", "recomputes": True}),
     "some dense layers": ("mixed qwen", {"late": True}),
+    "biases": ("deepseek", {"recomputes": True}),
 }
+
+
+def train_divided(sizes: Sizes) -> dict[str, Any]:
+    """Adds the number of all-to-alls."""
+    found = {}
+    for name, (kind, changes) in DIVIDED.items():
+        arguments = {"callbacks": ExpertBalancing(0.01)} if name == "biases" else {}
+        with Messages() as messages:
+            found[name] = train(sizes, kind, arguments, **changes)
+        found[name]["sent"] = messages.counts.get("all_to_all_single", 0)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -222,8 +247,12 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     ids=str,
 )
 def test_experts_divided_by_their_own_plan_train_like_one_process(sizes: dict[str, int]) -> None:
-    single = train_all(None, DIVIDED)
-    for rank in run_world(2 if sizes == {"ep": 2} else 4, train_all, sizes, DIVIDED):
+    single = train_divided(None)
+    biases = [value for key, value in single["biases"]["weights"].items() if key.endswith("e_score_correction_bias")]
+    assert len(biases) == 1 and biases[0].any()
+    for rank in run_world(2 if sizes == {"ep": 2} else 4, train_divided, sizes):
+        # One of them recomputes its layers, by the model's own gradient checkpointing.
+        assert rank["experts one by one"]["sent"] == rank["experts in groups"]["sent"] > 0
         for name, expected in single.items():
             # Losses of data ranks are those of their own samples; the weights follow from all of them.
             check_like_one_process({**rank[name], "is another stage": True}, expected, name)
