@@ -259,7 +259,7 @@ class GroupRanks(Ranks):
         """
         made, key = _meshes.setdefault(dist.group.WORLD, {}), (self.device.type, *sizes.items())
         if key not in made:
-            made[key] = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            made[key] = self._make_mesh(sizes)
         mesh = made[key]
         groups = mesh.get_all_groups()
         if joined:
@@ -269,6 +269,9 @@ class GroupRanks(Ranks):
             if not {"gloo", "nccl"}.isdisjoint(backends_in(dist.get_backend(group)).values()):
                 dist.distributed_c10d._set_pg_timeout(self.timeout, group)
         return mesh
+
+    def _make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
+        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
         return _first_failure is None or _first_failure.report(error, where)

@@ -14,6 +14,7 @@ from models import QUIET
 
 from leyden import Callback, ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import EarlyStopping, GradientAccumulation, GradientAccumulationScheduler, ModelCheckpoint
+from leyden.strategies import ModelParallelStrategy
 from leyden.strategies.precision import HalfPrecision, MixedPrecision
 
 TABLE: list[tuple[str, str, Callable[[Path], Any]]] = []
@@ -248,6 +249,16 @@ def misspelled_fit_argument(folder: Path) -> None:
 @mistake(r"Trainer takes its arguments by name")
 def positional_arguments(folder: Path) -> None:
     Trainer(10)  # type: ignore[misc]
+
+
+@mistake(r"ep=2 is an argument of MeshStrategy.*leave out ep, or use MeshStrategy")
+def experts_of_a_model_parallel_strategy(folder: Path) -> None:
+    ModelParallelStrategy(ep=2)
+
+
+@mistake(r"cp=2 is an argument of MeshStrategy.*leave out cp, or use MeshStrategy")
+def sequences_of_a_model_parallel_strategy(folder: Path) -> None:
+    ModelParallelStrategy(cp=2)
 
 
 @pytest.mark.parametrize(("match", "make"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])

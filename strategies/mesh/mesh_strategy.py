@@ -285,6 +285,11 @@ class MeshStrategy(FSDPStrategy):
         return self.mesh if self.context_mesh is None else self.context_mesh._get_root_mesh()
 
     @property
+    def meshes(self) -> list[DeviceMesh]:
+        """Every DeviceMesh of the ranks: with cp and ep, some dimensions are divided in several ways."""
+        return [mesh for mesh in (self.mesh, self.device_mesh, self._expert_mesh) if mesh is not None]
+
+    @property
     def copies_along(self) -> int | None:
         names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
         return names.index("dp_replicate") if "dp_replicate" in names else None

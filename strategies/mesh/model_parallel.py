@@ -15,6 +15,7 @@ from leyden.core.tree import map_tensors
 from leyden.strategies.base import Strategy
 from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.mesh.filling import fill
+from leyden.strategies.mesh.layout import ORDER
 from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 from leyden.strategies.mesh.plan import Plan, is_split
 from leyden.strategies.mesh.plan_checks import check_loaded
@@ -38,7 +39,7 @@ class ModelParallelStrategy(MeshStrategy):
         **kwargs: arguments of `ProcessGroupStrategy`: `process_group_backend`, `timeout`, …
 
     Raises:
-        ConfigurationError: for sizes whose product is not the world size.
+        ConfigurationError: for sizes whose product is not the world size, or arguments of MeshStrategy.
 
     Example:
         >>> ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=4).layout.size
@@ -52,6 +53,12 @@ class ModelParallelStrategy(MeshStrategy):
         save_distributed_checkpoint: bool = True,
         **kwargs: Any,
     ) -> None:
+        if foreign := [name for name in (*ORDER, "ep", "plan") if name in kwargs]:
+            raise ConfigurationError(
+                f"{foreign[0]}={kwargs[foreign[0]]!r} is an argument of MeshStrategy. A ModelParallelStrategy has the "
+                "sizes data_parallel_size and tensor_parallel_size only, and configure_model splits the layers itself: "
+                f"leave out {foreign[0]}, or use MeshStrategy with dp_shard, tp and a plan."
+            )
         data = -1 if data_parallel_size == "auto" else data_parallel_size
         split = -1 if tensor_parallel_size == "auto" and data != -1 else tensor_parallel_size
         super().__init__(dp_shard=data, tp=split, auto_wrap_policy=None, **kwargs)

@@ -1,14 +1,15 @@
-"""A simulated mesh: one process acts as its first rank, and parameters have placements but no values."""
+"""A simulated mesh: one process acts as one of its ranks, and parameters have placements but no values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from leyden.core.environment import RankEnvironment
 from leyden.core.errors import ConfigurationError
@@ -24,15 +25,19 @@ META = torch.device("meta")
 
 
 class SimulatedRanks(GroupRanks):
-    """Simulated ranks: this process acts as the first, and collectives send nothing.
+    """Simulated ranks: this process acts as one of them, and collectives send nothing.
 
     Args:
         size: the number of ranks.
+        rank: the rank that this process acts as.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, rank: int = 0) -> None:
         super().__init__([torch.device("cpu")])
-        self.become_rank(RankEnvironment(0, 0, size, size, starter="hand"))
+        self.become_rank(RankEnvironment(rank, rank, size, size, starter="hand"))
+
+    def plan(self, accelerator: str, devices: Any, num_nodes: int) -> None:
+        """Ignores the run's devices: the ranks are planned already."""
 
     def join(self) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -45,8 +50,17 @@ class SimulatedRanks(GroupRanks):
         dist.init_process_group("fake", store=FakeStore(), rank=self.global_rank, world_size=self.world_size)
         self.host_group = dist.group.WORLD
 
+    def _make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
+        # A group for each dimension, also for those of the same ranks, so that their messages can be told apart.
+        groups: Any = dict.fromkeys(sizes, "fake")
+        return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=groups)
+
     def leave(self) -> None:
-        """Leaves the group, so this process can simulate another mesh."""
+        """Leaves the group, so this process can simulate another mesh, or another rank of it."""
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        # It would place the next rank's tensors on this rank's mesh, since meshes of the same sizes are equal.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         self.host_group = None
         dist.destroy_process_group()
 
@@ -65,12 +79,15 @@ class SimulatedMesh(MeshStrategy):
         layout: the sizes of the mesh.
         plan: as for MeshStrategy.
         precision: the precision; 32-true if None.
+        rank: the rank that this process acts as.
     """
 
-    def __init__(self, layout: Layout, plan: Plan | PlanLike | None, precision: Precision | None) -> None:
+    def __init__(
+        self, layout: Layout, plan: Plan | PlanLike | None, precision: Precision | None, rank: int = 0
+    ) -> None:
         sizes: dict[str, Any] = dict(layout.sizes)
-        super().__init__(**sizes, plan=plan, sync_module_states=False, precision=precision)
-        self.ranks: SimulatedRanks = SimulatedRanks(layout.size)
+        super().__init__(**sizes, ep=layout.ep, plan=plan, sync_module_states=False, precision=precision)
+        self.ranks: SimulatedRanks = SimulatedRanks(layout.size, rank)
         self._values = NoValues()
 
     @property
@@ -105,14 +122,14 @@ class SimulatedMesh(MeshStrategy):
 
 @contextmanager
 def simulated(
-    layout: Layout, plan: Plan | PlanLike | None = None, precision: Precision | None = None
+    layout: Layout, plan: Plan | PlanLike | None = None, precision: Precision | None = None, rank: int = 0
 ) -> Iterator[SimulatedMesh]:
-    """Simulates a layout within this context; this process acts as its first rank.
+    """Simulates a layout within this context; this process acts as one of its ranks, by default the first.
 
     Raises:
         ConfigurationError: if this process has joined a process group.
     """
-    strategy = SimulatedMesh(layout, plan, precision)
+    strategy = SimulatedMesh(layout, plan, precision, rank)
     strategy.setup_environment()
     try:
         yield strategy

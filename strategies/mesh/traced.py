@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from leyden.core.tree import map_tensors
 from leyden.strategies.fsdp.restart import parameter_groups
+from leyden.strategies.mesh.even_routing import EvenRouting
+from leyden.strategies.mesh.sent import SentBytes
 from leyden.strategies.mesh.simulated import SimulatedMesh
 from leyden.strategies.window import Window
 
@@ -89,22 +91,37 @@ def shapes_only(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def activations(strategy: SimulatedMesh, step_fn: Callable[..., Any], batch: Any) -> int:
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """What a training step takes.
+
+    Attributes:
+        activations: bytes saved for backward when backward begins, without parameters (sharded or gathered) and
+            buffers.
+        sent: bytes that this rank sends over each dimension of the mesh.
+    """
+
+    activations: int
+    sent: Mapping[str, int]
+
+
+def traced_step(
+    strategy: SimulatedMesh, step_fn: Callable[..., Any], batch: Any, experts: Mapping[str, int]
+) -> TracedStep:
     """Runs a training step within `shapes_only`. It leaves gradients.
 
     Args:
         strategy: the strategy, with exactly one module set up.
         step_fn: the training step, called with a batch and its index.
         batch: a batch of one data rank; its values are not read.
-
-    Returns:
-        Bytes saved for backward when backward begins, without parameters (sharded or gathered) and buffers.
+        experts: the number of experts in each module of experts, by its name. They get the same number of tokens.
     """
     [module] = strategy.modules
     batch = strategy.precision.convert_input(map_tensors(batch, torch.empty_like))
-    with SavedActivations() as saved:
+    with EvenRouting(module, experts), SavedActivations() as saved, SentBytes(strategy.meshes) as sent:
         strategy.forward_backward(strategy.setup_step(step_fn, module), batch, (0,), Window(), _StopAtBackward(saved))
-    return saved.size([*module.parameters(), *module.buffers(), *_gathered(module)])
+    size = saved.size([*module.parameters(), *module.buffers(), *_gathered(module)])
+    return TracedStep(size, sent.bytes)
 
 
 def _gathered(module: nn.Module) -> Iterator[Tensor]:

@@ -136,6 +136,29 @@ class NeedsMemory(Net):
         super().__init__()
         self.largest = float(self.up.weight.max())
 
+class Mixture(Net):
+    def __init__(self, width=8):
+        super().__init__(width)
+        self.router, self.experts = nn.Linear(width, 2), Experts(2, width)
+    def forward(self, x):
+        weights, index = self.router(x).softmax(-1).topk(1)
+        return super().forward(x) + self.experts(x, index, weights)
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / self.trainer.strategy.ranks.world_size
+    def parallel_plan(self):
+        return {"experts": "expert_parallel"}
+
+class Experts(nn.Module):
+    def __init__(self, count, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(count, width, width))
+    def forward(self, x, index, weights):
+        y = torch.zeros_like(x)
+        for expert in range(len(self.weight)):
+            row, slot = torch.where(index == expert)
+            y = y.index_add(0, row, weights[row, slot, None] * (x[row] @ self.weight[expert]))
+        return y
+
 class Data(DataModule):
     def train_dataloader(self):
         return DataLoader(torch.randn(6, 8), batch_size=3)
@@ -162,6 +185,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "a strategy": ("train.py:Net", "--tp", "2", "--strategy", "ddp"),
     "fp8": ("train.py:Net", "--tp", "2", "--precision", "fp8"),
     "tokens": ("train.py:Net", "--batch-size", "2", "--seq-len", "4"),
+    "some fit": ("train.py:Net", "--tp", "1,2", "--ranks", "2", "--memory", "5KiB"),
+    "none fits": ("train.py:Net", "--tp", "1,2", "--ranks", "2", "--memory", "2KiB"),
+    "none fits without a mesh": ("train.py:Net", "--ranks", "1,2", "--memory", "2KB"),
+    "an unknown size": ("train.py:Net", "--tp", "2", "--memory", "lots"),
+    "experts": ("train.py:Mixture", "--ep", "1,2", "--ranks", "2"),
+    "experts without a plan": ("train.py:Net", "--ep", "2"),
+    "too many ranks of experts": ("train.py:Mixture", "--ep", "4", "--ranks", "2"),
+    "too few experts": ("train.py:Mixture", "--ep", "4", "--ranks", "4"),
 }
 
 
@@ -222,16 +253,36 @@ def test_estimate_prints_a_row_for_each_given_size(printed: dict[str, tuple[int,
     assert "batch       float32 3 × 8; one for each data rank" in text
     # 552 numbers, and SGD without state. FSDP gathers them as one group, along with their gradients; the
     # step saves its input, relu's output and the loss's operand: 3 × (8 + 32 + 8) numbers, with tp 3 × (8 + 16 + 8).
+    # FSDP's root stays gathered, so half of the numbers are sent once, and half of their gradients. Under tp each
+    # rank sends the sum of 3 × 8 outputs.
     assert rows(text) == [
         ["2", "dp_shard 2", "32-true", "1.1 KiB", "1.1 KiB", "0 B", "4.3 KiB", "576 B", "7.0 KiB"],
         ["2", "tp 2", "32-true", "1.1 KiB", "1.1 KiB", "0 B", "0 B", "384 B", "2.6 KiB"],
+        ["2", "dp_shard 2", "32-true", "2.2 KiB", "0 B"],
+        ["2", "tp 2", "32-true", "0 B", "96 B"],
     ]
+
+
+def test_a_budget_marks_the_rows_that_fit(printed: dict[str, tuple[int, str]]) -> None:
+    status, text = printed["some fit"]
+    assert status == 0 and "fits 5.0 KiB" in text, text
+    assert [row[-1] for row in rows(text)[:2]] == ["no", "yes"]
+    assert rows(printed["none fits"][1])[0][-1] == "no"
+
+
+def test_experts_get_the_same_number_of_tokens(printed: dict[str, tuple[int, str]]) -> None:
+    status, text = printed["experts"]
+    assert status == 0 and "note  tokens are spread evenly over the experts" in text, text
+    whole, divided = rows(text)[2:]
+    # Of each rank's 3 tokens, the first and the last choose the expert of rank 0. It sends the count of the other
+    # expert, a token with its weight, two outputs, and in backward the gradients of an output and two weights.
+    assert divided[-1] == f"{8 + (8 + 1) * 4 + 2 * 8 * 4 + 8 * 4 + 2 * 4} B" and whole[-1] == "0 B"
 
 
 def test_the_layouts_option_lists_every_layout_that_fits(printed: dict[str, tuple[int, str]]) -> None:
     status, text = printed["all"]
     assert status == 0, text
-    assert [row[1] for row in rows(text)] == ["dp_shard 3", "dp_replicate 3"]
+    assert [row[1] for row in rows(text)] == 2 * ["dp_shard 3", "dp_replicate 3"]
     assert "left out  tp 3: " in text and "which tp=3 does not divide" in text
 
 
@@ -262,6 +313,12 @@ def test_an_empty_column_states_its_reason(printed: dict[str, tuple[int, str]], 
         ("a strategy", "--strategy ddp has no layouts of a mesh"),
         ("fp8", "--precision fp8 replaces layers, which cannot be traced. Use bf16-mixed"),
         ("tokens", "but Net is a TrainModule"),
+        ("none fits", "nothing fits in 2.0 KiB: the least, 2.6 KiB on a rank, is tp 2, 32-true. Shard over more ranks"),
+        ("none fits without a mesh", "nothing fits in 2.0 KiB: the least, 6.5 KiB on a rank, is fsdp_cpu_offload"),
+        ("an unknown size", "--memory lots: give what a rank has, such as 80GiB or 24GB."),
+        ("experts without a plan", "ep=2 needs a plan of the experts: pass MeshStrategy(plan={pattern: "),
+        ("too many ranks of experts", "ep=4 does not divide dp_shard=2: experts are divided over ranks that shard"),
+        ("too few experts", "'experts' has 2 experts, which ep=4 does not divide: choose an ep that divides 2."),
     ],
 )
 def test_invalid_options_are_refused_with_the_fix(printed: dict[str, tuple[int, str]], name: str, words: str) -> None:
@@ -293,7 +350,7 @@ def test_activations_of_divided_sequences_are_divided(tmp_path: Path) -> None:
     command = "config.json", "--cp", "1,2,4", "--dp_shard", "1", "--batch-size", "1", "--seq-len", "8192"
     status, text = run_world(1, run_commands, tmp_path, {"cp": command})[0]["cp"]
     assert status == 0
-    found = {row[1]: float(row[7].removesuffix(" MiB")) for row in rows(text)}
+    found = {row[1]: float(row[7].removesuffix(" MiB")) for row in rows(text)[:3]}
     one = found["1 rank"]
     for ranks in (2, 4):
         # What all parts hold besides is a mask that the blocks share.

@@ -40,6 +40,20 @@ from leyden import TrainModule
 class A(TrainModule): pass
 class B(TrainModule): pass
 """
+EXPERTS_SCRIPT = """
+import torch
+from torch import nn
+from leyden import TrainModule
+
+class Experts(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 8), nn.Module()
+        self.experts.up = nn.Parameter(torch.zeros(8, 2, 4))
+        self.experts.forward = lambda x, index, weights: x
+    def parallel_plan(self):
+        return {"experts": "expert_parallel"}
+"""
 LAYOUTS = (Layout(1, 1, 2), Layout(1, 2, 1), Layout(2, 1, 1))
 COMMANDS = {
     "joined": ("train.py", "--tp", "2", "--ranks", "4"),
@@ -54,6 +68,7 @@ COMMANDS = {
     "a typo": ("train.py", "--tp", "2", "--plan", "train.py:TYPO"),
     "a class as a plan": ("train.py", "--tp", "2", "--plan", "train.py:Net"),
     "rows": ("train.py", "--tp", "3"),
+    "experts": ("experts.py", "--dp_shard", "4", "--ep", "2"),
 }
 
 
@@ -74,6 +89,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
     folder = tmp_path_factory.mktemp("plan")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "both.py").write_text(TWO_MODULES_SCRIPT)
+    (folder / "experts.py").write_text(EXPERTS_SCRIPT)
     return run_world(1, run_commands, folder)[0]
 
 
@@ -94,6 +110,29 @@ def test_repeated_layers_share_a_row(done: dict[str, tuple[int, str]]) -> None:
         ["per rank", "216 B, 31.58% of them; 0 B are whole everywhere"],
         ["placement", "S(n): split along dimension n; R: the same on each rank"],
     ]
+
+
+def test_experts_are_placed_over_ep(done: dict[str, tuple[int, str]]) -> None:
+    status, text = done["experts"]
+    assert status == 0, text
+    # Each rank holds 2 of 8 experts, and a quarter of the router's 8 rows.
+    found = [line.split() for line in text.splitlines()]
+    assert [
+        "experts.up",
+        "8",
+        "×",
+        "2",
+        "×",
+        "4",
+        "expert_parallel",
+        "expert_shard",
+        "S(0),",
+        "ep",
+        "S(0)",
+        "64",
+    ] in found
+    assert ["router.weight", "8", "×", "4", "-", "dp_shard", "S(0)", "32"] in found
+    assert "dp_shard 4 (experts over ep 2) of 4 ranks" in text
 
 
 def test_the_each_option_prints_one_row_per_parameter(done: dict[str, tuple[int, str]]) -> None:

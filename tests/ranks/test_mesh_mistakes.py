@@ -37,6 +37,26 @@ def sizes_that_do_not_match_the_world(module: GPT) -> MeshStrategy:
     return MeshStrategy(tp=3, plan=PLAN)
 
 
+@mistake("a mesh of dp_shard=-1, cp=3 does not match 2 ranks: use dp_replicate=1, dp_shard=1, tp=1, cp=2.")
+def parts_of_sequences_that_do_not_match_the_world(module: GPT) -> MeshStrategy:
+    return MeshStrategy(cp=3)
+
+
+@mistake("ep=3 does not divide dp_shard=2: experts are divided over ranks that shard the model. Choose a dp_shard")
+def experts_that_do_not_match_the_world(module: GPT) -> MeshStrategy:
+    return MeshStrategy(ep=3)
+
+
+@mistake("ep=4 does not divide dp_shard=1 × cp=2: experts are divided")
+def experts_over_more_ranks_than_shard_the_model(module: GPT) -> MeshStrategy:
+    return MeshStrategy(dp_shard=1, cp=2, ep=4)
+
+
+@mistake("the plan's 'blocks.*.expert' matches no module of GPT.")
+def experts_that_the_module_does_not_have(module: GPT) -> MeshStrategy:
+    return MeshStrategy(ep=2, plan={"blocks.*.expert": "expert_parallel"})
+
+
 @mistake("dp_shard and tp are both -1: only one dimension can fill the world.")
 def two_sizes_left_open(module: GPT) -> MeshStrategy:
     return MeshStrategy(dp_shard=-1, tp=-1, plan=PLAN)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,11 +117,15 @@ def _largest_group(model: nn.Module) -> int:
 @click.option("--dp_shard", default="", help="Layouts: ranks that shard each copy; -1 for all there are.")
 @click.option("--tp", default="", help="Layouts: ranks over which layers are split, such as 1,2,4.")
 @click.option("--cp", default="", help="Layouts: ranks over which sequences are divided, such as 1,2,4.")
+@click.option("--ep", default="", help="Layouts: ranks that divide experts, a part of dp_shard × cp.")
 @click.option("--layouts", "every", is_flag=True, help="Layouts: all those of --ranks that fit.")
 @click.option("--plan", metavar="NAME", help="Layouts: a plan in a script or module (train.py:PLAN).")
 @click.option("--data", metavar="NAME", help="Layouts: a loader, DataModule, or function that builds one, for a batch.")
 @click.option("--batch-size", type=int, help="Layouts: samples of a data rank, for transformers.")
 @click.option("--seq-len", type=int, help="Layouts: tokens in each sample, for transformers.")
+@click.option(
+    "--memory", metavar="SIZE", help="What a rank has, such as 80GiB: says what fits, and fails if nothing does."
+)
 @DOWNLOAD
 def command(
     model: str,
@@ -129,6 +134,7 @@ def command(
     precision: str,
     optimizer: str | None,
     strategy: str,
+    memory: str | None,
     download: bool,
     **mesh: Any,
 ) -> None:
@@ -138,13 +144,15 @@ def command(
     a local Hugging Face folder, or a config.json. It is built on the meta device, which takes no memory. Activations
     come on top and grow with the batch.
 
-    With one of the options of layouts there is a row for each layout of a mesh. Activations are those of a training
-    step, traced on a simulated rank with the first batch of a loader: the module's own, that of the script's only
-    DataModule, or --data; for a model of transformers one of --batch-size and --seq-len.
+    With one of the options of layouts there is a row for each layout of a mesh. Activations, and the bytes that a rank
+    sends over each dimension of the mesh, are those of a training step, traced on a simulated rank with the first batch
+    of a loader: the module's own, that of the script's only DataModule, or --data; for a model of transformers one of
+    --batch-size and --seq-len.
     """
     sizes = [] if ranks is None else [_positive(size) for size in ranks.split(",")]
     precisions = [_precision(name.strip()) for name in precision.split(",")]
     chosen = [name.strip() for name in strategy.split(",") if name.strip()]
+    budget = None if memory is None else _bytes(memory)
     unknown = [name for name in chosen if name not in STRATEGIES]
     if unknown:
         raise ConfigurationError(f"--strategy {unknown[0]!r} is not known. {nearest(unknown[0], STRATEGIES)}")
@@ -156,11 +164,14 @@ def command(
     if by_layout:
         from leyden.cli.estimate.layouts import report
 
-        click.echo(report(built, sizes, precisions, optimizer, **mesh))
-        return
-    optimizer = optimizer or "adamw"
-    click.echo(f"\ntraining with {optimizer}, on each rank's device, without activations:")
-    click.echo(table(built, chosen or STRATEGIES, sizes or (1, 2, 8), precisions, optimizer))
+        text, too_large = report(built, sizes, precisions, optimizer, budget=budget, **mesh)
+    else:
+        optimizer = optimizer or "adamw"
+        click.echo(f"\ntraining with {optimizer}, on each rank's device, without activations:")
+        text, too_large = table(built, chosen or STRATEGIES, sizes or (1, 2, 8), precisions, optimizer, budget)
+    click.echo(text)
+    if too_large:
+        raise ConfigurationError(too_large)
 
 
 def describe(name: str, model: nn.Module, note: str = "") -> str:
@@ -180,9 +191,19 @@ def describe(name: str, model: nn.Module, note: str = "") -> str:
 
 
 def table(
-    model: nn.Module, strategies: Sequence[str], sizes: Sequence[int], precisions: Sequence[str], optimizer: str
-) -> str:
-    """Formats a row for each combination of strategy, world size and precision that is possible."""
+    model: nn.Module,
+    strategies: Sequence[str],
+    sizes: Sequence[int],
+    precisions: Sequence[str],
+    optimizer: str,
+    budget: int | None,
+) -> tuple[str, str | None]:
+    """Formats a row for each combination of strategy, world size and precision that is possible.
+
+    Returns:
+        The text, and what to do if no row fits into the budget.
+    """
+    totals: dict[str, int] = {}
     rows: list[tuple[str, ...]] = [
         ("precision", "ranks", "strategy", "weights", "gradients", "optimizer", "passing", "total")
     ]
@@ -194,7 +215,31 @@ def table(
                 found = memory(model, strategy, size, precision, optimizer)
                 parts = (found.weights, found.gradients, found.optimizer, found.passing, found.total)
                 rows.append((precision, str(size), strategy, *map(size_of, parts)))
-    return "\n".join(aligned(rows))
+                totals[f"{strategy} on {size} ranks, {precision}"] = found.total
+    return "\n".join(aligned(with_budget(rows, [*totals.values()], budget))), shortfall(budget, totals)
+
+
+def with_budget(
+    rows: Sequence[tuple[str, ...]], totals: Sequence[int], budget: int | None
+) -> Sequence[tuple[str, ...]]:
+    """Adds a column to a table: whether the total of each row fits into the budget."""
+    if budget is None:
+        return rows
+    marks = [f"fits {size_of(budget)}", *("yes" if total <= budget else "no" for total in totals)]
+    return [(*row, mark) for row, mark in zip(rows, marks, strict=True)]
+
+
+def shortfall(budget: int | None, totals: Mapping[str, int]) -> str | None:
+    """Says what to do if no row's total fits into the budget."""
+    if budget is None or not totals or min(totals.values()) <= budget:
+        return None
+    name = min(totals, key=totals.__getitem__)
+    return (
+        f"nothing fits in {size_of(budget)}: the least, {size_of(totals[name])} on a rank, is {name}. Shard over more "
+        "ranks (--ranks, --dp_shard), split layers or sequences (--tp, --cp), divide experts (--ep), or try "
+        "--precision bf16-true or a smaller batch. Activation checkpointing, which this table leaves out, keeps fewer "
+        "activations."
+    )
 
 
 def _positive(text: str) -> int:
@@ -202,6 +247,13 @@ def _positive(text: str) -> int:
     if not text.strip().isdecimal() or len(text.strip()) > 9 or not int(text):
         raise ConfigurationError(f"--ranks: {text!r} is not a number of ranks: give some, such as 1,2,8.")
     return int(text)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise ConfigurationError(f"--memory {text}: give what a rank has, such as 80GiB or 24GB.")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
 
 
 def _precision(name: str) -> str:

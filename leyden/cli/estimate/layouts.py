@@ -11,20 +11,25 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.cli.estimate.estimate import OPTIMIZERS, Memory
+from leyden.cli.estimate.estimate import OPTIMIZERS, Memory, shortfall, with_budget
 from leyden.cli.estimate.placements import filled, load_plan
 from leyden.cli.estimate.traced_step import TracedBatch, find_batch, step_of
 from leyden.core.errors import ConfigurationError
 from leyden.core.text import aligned, size_of
 from leyden.strategies.fsdp.sharding import local
-from leyden.strategies.mesh.layout import Layout, layouts_of
-from leyden.strategies.mesh.plan import PlanLike
+from leyden.strategies.mesh.expert_parallel import WORD
+from leyden.strategies.mesh.layout import ORDER, Layout, layouts_of
+from leyden.strategies.mesh.plan import Plan, PlanLike, plan_of
 from leyden.strategies.precision import find_precision
 from leyden.trainer.engine.schedulers import parse
 from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from leyden.strategies.mesh.simulated import SimulatedMesh
+    from leyden.strategies.mesh.traced import TracedStep
+
+EVEN = "tokens are spread evenly over the experts; if a router prefers some, their ranks receive and keep more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +40,19 @@ class Row:
         layout: the sizes of the mesh.
         precision: the precision's full name.
         memory: memory without activations. `passing` is what FSDP gathers.
-        activations: bytes that a step saves for backward, or None if the step could not be traced.
+        step: the activations of a step and the bytes that it sends, or None if the step could not be traced.
         notes: reasons for an empty column, or for one that does not come from the model itself.
     """
 
     layout: Layout
     precision: str
     memory: Memory
-    activations: int | None
+    step: TracedStep | None
     notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return self.memory.total + (0 if self.step is None else self.step.activations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,7 @@ class Training:
         from leyden.strategies.mesh.traced import group_sizes, shapes_only
 
         model = deepcopy(self.model)
+        experts = self._experts(model)
         with simulated(layout, self.plan, precision=find_precision(precision)) as strategy:
             strategy.setup_modules([model])
             root, groups = group_sizes(model)
@@ -79,25 +89,39 @@ class Training:
                 parameters = list(model.parameters())
                 optimizers, own = self._optimizers(model)
                 strategy.setup_optimizers([model], optimizers)
-                kept, traced = self._step(strategy, model, parameters)
+                step, traced = self._step(strategy, model, parameters, experts)
                 gradients = _size(p.grad for p in parameters if p.grad is not None)
                 states, stepped = self._states(optimizers, parameters)
             held = _size([*parameters, *model.buffers()])
             # The group being computed, the prefetched group, and the gradients of one group before they are sharded.
             passing = root + sum(sorted(groups)[-2:]) + max([root, *groups])
-            notes = tuple(note for note in (traced, own, stepped) if note)
-            return Row(layout, precision, Memory(held, gradients, states, passing), kept, notes)
+            notes = tuple(note for note in (traced, own, stepped, EVEN if experts and step else "") if note)
+            return Row(layout, precision, Memory(held, gradients, states, passing), step, notes)
+
+    def _experts(self, model: nn.Module) -> dict[str, int]:
+        """Returns the number of experts in each module of experts that the plan names."""
+        plan = plan_of(model, divides_experts=True) if self.plan is None else Plan(self.plan)
+        matched = {} if plan is None else plan.matched(model)
+        modules = {name: model.get_submodule(name) for name, style in matched.items() if style in ("experts", WORD)}
+        return {name: len(next(module.parameters())) for name, module in modules.items()}
 
     def _step(
-        self, strategy: SimulatedMesh, model: nn.Module, parameters: Sequence[nn.Parameter]
-    ) -> tuple[int | None, str]:
-        """Returns the bytes of a step's activations, or None and the reason. Either way, parameters have gradients."""
-        from leyden.strategies.mesh.traced import activations
+        self,
+        strategy: SimulatedMesh,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        experts: Mapping[str, int],
+    ) -> tuple[TracedStep | None, str]:
+        """Returns what a step takes, or None and the reason. Either way, parameters have gradients."""
+        from leyden.strategies.mesh.traced import traced_step
 
         why = self.batch.about
         if self.batch.value is not None:
+            if isinstance(model, TrainModule):
+                # For steps that ask it for the strategy, as balance_loss does.
+                model.trainer = Trainer(strategy=strategy, logger=False, enable_checkpointing=False)
             try:
-                return activations(strategy, step_of(model), self.batch.value), ""
+                return traced_step(strategy, step_of(model), self.batch.value, experts), ""
             except Exception as error:
                 why = f"the step cannot be traced ({_said(error)})"
         # The parameters from before the step, since a failed step leaves some of them gathered in the module.
@@ -156,18 +180,23 @@ def report(
     dp_shard: str,
     tp: str,
     cp: str,
+    ep: str,
     every: bool,
     plan: str | None,
     data: str | None,
     batch_size: int | None,
     seq_len: int | None,
-) -> str:
-    """Formats the batch, a row for each layout and precision, and notes. The arguments are those of the command.
+    budget: int | None,
+) -> tuple[str, str | None]:
+    """Formats the batch, two rows for each layout and precision, and notes. The arguments are those of the command.
+
+    Returns:
+        The text, and what to do if no row fits into the budget.
 
     Raises:
         ConfigurationError: if a requested layout does not fit the model. With `every`, such layouts are left out.
     """
-    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "cp": cp}
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "cp": cp, "ep": ep}
     sizes = {name: _sizes(name, text, -1 if name == "dp_shard" else 1) for name, text in given.items()}
     if every and (not ranks or any(given.values())):
         raise ConfigurationError("--layouts tries all sizes for --ranks. Give --ranks and no other size.")
@@ -189,7 +218,8 @@ def report(
             left_out.append(("left out", f"{layout}: {_first_line(error)}"))
     batch = [] if training.batch.value is None else [f"batch       {training.batch.about}; one for each data rank"]
     notes = aligned([*_notes(rows), *left_out])
-    return "\n".join([*batch, "", *table(rows), *([""] if notes else []), *notes])
+    text = "\n".join([*batch, "", *table(rows, budget), *sent(rows), *([""] if notes else []), *notes])
+    return text, shortfall(budget, {f"{row.layout}, {row.precision}": row.total for row in rows})
 
 
 def _sizes(name: str, text: str, default: int) -> list[int]:
@@ -221,15 +251,29 @@ def _notes(rows: Sequence[Row]) -> list[tuple[str, str]]:
     ]
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Formats the rows as a table."""
+def table(rows: Sequence[Row], budget: int | None = None) -> list[str]:
+    """Formats the memory of each row as a table."""
     cells: list[tuple[str, ...]] = [
         ("ranks", "layout", "precision", "weights", "gradients", "optimizer", "passing", "activations", "total")
     ]
     for row in rows:
-        memory, kept = row.memory, row.activations
+        memory = row.memory
         parts = (memory.weights, memory.gradients, memory.optimizer, memory.passing)
-        total = size_of(memory.total) + " + activations" if kept is None else size_of(memory.total + kept)
-        names = (str(row.layout.size), str(row.layout), row.precision)
-        cells.append((*names, *map(size_of, parts), "-" if kept is None else size_of(kept), total))
-    return aligned(cells)
+        kept, more = ("-", " + activations") if row.step is None else (size_of(row.step.activations), "")
+        cells.append((*_names(row), *map(size_of, parts), kept, size_of(row.total) + more))
+    return aligned(with_budget(cells, [row.total for row in rows], budget))
+
+
+def sent(rows: Sequence[Row]) -> list[str]:
+    """Formats the bytes that a rank sends in a step, with a column for each dimension over which it sends any."""
+    steps = [(row, row.step.sent) for row in rows if row.step is not None]
+    names = [name for name in (*ORDER, "ep") if any(counts.get(name) for _, counts in steps)]
+    if not names:
+        return []
+    cells: list[tuple[str, ...]] = [("ranks", "layout", "precision", *(f"sent over {name}" for name in names))]
+    cells += [(*_names(row), *(size_of(counts.get(name, 0)) for name in names)) for row, counts in steps]
+    return ["", *aligned(cells)]
+
+
+def _names(row: Row) -> tuple[str, str, str]:
+    return str(row.layout.size), str(row.layout), row.precision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,7 +56,7 @@ def placed(model: nn.Module, layout: Layout, plan: PlanLike | None = None) -> li
     from leyden.strategies.mesh.simulated import simulated
 
     with simulated(layout, plan) as strategy:
-        styles = strategy.plan_for(model).matched(model) if layout.tp > 1 else {}
+        styles = strategy.plan_for(model).matched(model) if layout.tp > 1 or layout.ep > 1 else {}
         strategy.setup_modules([model])
         first: dict[int, str] = {}
         rows = []
@@ -86,6 +87,9 @@ def _placement(parameter: DTensor) -> str:
 @click.option("--dp_shard", default=-1, show_default=True, help="Ranks that shard each copy; -1 for all there are.")
 @click.option("--tp", default=1, show_default=True, help="Ranks over which layers are split.")
 @click.option("--cp", default=1, show_default=True, help="Ranks over which sequences are divided.")
+@click.option(
+    "--ep", default=1, show_default=True, help="Ranks over which experts are divided: a part of dp_shard × cp."
+)
 @click.option("--ranks", type=int, help="The number of ranks; by default the product of the sizes.")
 @click.option(
     "--plan", "plan", metavar="NAME", help="A plan in a script or module (train.py:PLAN); by default the model's."
@@ -99,6 +103,7 @@ def command(
     dp_shard: int,
     tp: int,
     cp: int,
+    ep: int,
     ranks: int | None,
     plan: str | None,
     arguments: str,
@@ -111,7 +116,7 @@ def command(
     path (package.module:Class), a local Hugging Face folder, or a config.json. The model is built on the meta device,
     which takes no memory, and no rank is started. Layouts that fit refuses are refused here with the same error.
     """
-    layout = filled(Layout(dp_replicate, dp_shard, tp, cp=cp), ranks)
+    layout = filled(Layout(dp_replicate, dp_shard, tp, cp=cp, ep=ep), ranks)
     entries = load_plan(plan)
     built, _ = load_model(model, parse_arguments(arguments), download)
     rows = placed(built, layout, entries)
@@ -132,11 +137,12 @@ def load_plan(name: str | None) -> PlanLike | None:
 
 
 def filled(layout: Layout, ranks: int | None) -> Layout:
-    """Fills the open sizes of a layout for a number of ranks. Without one, open sizes become 1."""
+    """Fills the open sizes of a layout for a number of ranks. Without one they become 1, and dp_shard what ep needs."""
     if ranks is not None and ranks < 1:
         raise ConfigurationError(f"--ranks {ranks}: give a number of ranks from 1.")
     if ranks is None:
-        layout = replace(layout, **dict.fromkeys(layout.open, 1))
+        least = {"dp_shard": layout.ep // math.gcd(layout.ep, layout.cp)}
+        layout = replace(layout, **{name: least.get(name, 1) for name in layout.open})
     return layout.filled(layout.size if ranks is None else ranks)
 
 
