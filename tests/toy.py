@@ -596,7 +596,7 @@ class ToyGroup(dist.ProcessGroup):
             they raise, as with NCCL alone.
     """
 
-    pg_name = group_name = "0"
+    pg_name = "0"
 
     def __init__(self, gloo: Any, rank: int, size: int, carries_cpu: bool) -> None:
         super().__init__(rank, size)

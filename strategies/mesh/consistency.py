@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
 
 from leyden.core.errors import ConfigurationError
 from leyden.core.tree import map_tensors
@@ -27,6 +29,18 @@ EVERY = 1024
 def is_sampled(number: int) -> bool:
     """Returns True if the batch or step with this number, from 1, is checked: 1, 2, 4, 8, …, and every 1024th."""
     return number & (number - 1) == 0 or number % EVERY == 0
+
+
+def let_anomaly_mode_check() -> None:
+    """Lets torch's `detect_anomaly` check the gradients of split parameters, for which DTensor has no rule.
+
+    Each rank checks its own part: the one with a nan raises.
+    """
+
+    @register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
+    def places(checked: Any) -> list[tuple[list[Placement], list[Placement]]]:
+        parts: list[Placement] = [Replicate(), *map(Shard, range(checked.ndim))]
+        return [([Replicate()], [part]) for part in parts]
 
 
 def check_batch(ranks: GroupRanks, mesh: DeviceMesh, batch: Any) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import inform
 
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost dimension, which spans machines, to the innermost, whose ranks are neighbors on one machine."""
@@ -185,6 +186,15 @@ def sequence_ranks(cp: int, sp: int) -> tuple[int, Literal["gather", "ulysses"]]
             "values, or sp_size, which exchanges heads (Ulysses)."
         )
     return (cp, "gather") if sp == 1 else (sp, "ulysses")
+
+
+def tell_method(cp: int, method: str) -> None:
+    """Tells what Accelerate's sp_size has become, if it was given."""
+    if method == "ulysses":
+        inform(
+            f"sp_size={cp} divides sequences by MeshStrategy(cp={cp}, cp_method='ulysses'), without DeepSpeed. A loop "
+            "of your own enters accelerator.maybe_context_parallel"
+        )
 
 
 def check_rotation(name: str) -> None:

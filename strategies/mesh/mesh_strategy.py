@@ -26,13 +26,19 @@ from leyden.strategies.fsdp.policy import WrapPolicy, choose
 from leyden.strategies.fsdp.sharding import Apart, whole
 from leyden.strategies.fsdp.values import Slot
 from leyden.strategies.master_weights import parameters_of
-from leyden.strategies.mesh.consistency import check_batch, check_replicated_gradients, is_sampled, sum_partial
+from leyden.strategies.mesh.consistency import (
+    check_batch,
+    check_replicated_gradients,
+    is_sampled,
+    let_anomaly_mode_check,
+    sum_partial,
+)
 from leyden.strategies.mesh.context.attention import METHODS, Method
 from leyden.strategies.mesh.context.context_parallel import MANUAL, ContextParallel
 from leyden.strategies.mesh.context.own_loop import ContextLoop
 from leyden.strategies.mesh.context.sequence import Key
 from leyden.strategies.mesh.expert_parallel import WORD, ExpertParallel, check_router_loss
-from leyden.strategies.mesh.layout import ORDER, Layout, check_rotation, sequence_ranks
+from leyden.strategies.mesh.layout import ORDER, Layout, check_rotation, sequence_ranks, tell_method
 from leyden.strategies.mesh.outputs import MeshOutputs
 from leyden.strategies.mesh.pipeline.absent import OVERLAPS, AbsentParameter, check_optimizers
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
@@ -202,6 +208,7 @@ class MeshStrategy(FSDPStrategy):
         check_rotation(str(given.get("parallelism_config_cp_comm_strategy", "allgather")))
         if "sp" in sizes:
             sizes["cp"], method = sequence_ranks(sizes.get("cp", 1), sizes.pop("sp"))
+            tell_method(sizes["cp"], method)
             kwargs = {"cp_method": method, **kwargs}
         rest = {name: value for name, value in given.items() if not name.startswith("parallelism_config_")}
         return cls(**sizes, **rest, **kwargs)
@@ -272,6 +279,8 @@ class MeshStrategy(FSDPStrategy):
             dimensions = self.layout.with_shards_along_cp
             names = tuple(name for name in (*DATA, "dp_shard_cp") if name in dimensions)
         self.mesh = self.ranks.mesh(dimensions, joined=(names[-1], "tp") if names and self.layout.tp > 1 else ())
+        if self.layout.tp > 1 or self.layout.ep > 1:
+            let_anomaly_mode_check()
         if self.layout.ep > 1:
             sizes = self.layout.expert_dimensions
             # The norm of gradients is reduced over the first two, and over tp too if it splits experts.

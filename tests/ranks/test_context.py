@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from leyden import Trainer
-from leyden.callbacks import Callback, WeightAveraging
+from leyden.callbacks import ActivationCheckpointing, Callback, WeightAveraging
 from leyden.core.errors import ConfigurationError
 from leyden.strategies import MeshStrategy, sequence_positions
 from leyden.strategies.base import RunSettings
@@ -91,6 +92,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "averaged": {"callbacks": ["average"]},
     "idle": {"samples": 1},
     "encoder": {"kind": "encoder"},
+    "by callback": {"callbacks": ["checkpoint"], "cp_method": "ulysses"},
+    "clipped by value": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.02, "validates_first": True},
+    "watched": {"detect_anomaly": True},
 }
 OF_STRATEGY = ("cp_method", "activation_checkpointing_policy", "compile")
 
@@ -108,11 +112,20 @@ def train(
     dims = {"sequence_dims": {0: 1, 1: 1}, "sequence_padding": {0: 0, 1: -100}}
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes, **options, **dims, plan=plan)
     samples, kind = arguments.pop("samples", 39), Encoder if arguments.pop("kind", "") else LongGPT
-    callbacks = [WeightAveraging() for _ in arguments.pop("callbacks", ())]
-    given = {"precision": "64-true", "max_epochs": 2, "max_steps": -1 if save is None else 7} | QUIET | arguments
-    trainer = Trainer(strategy=strategy, gradient_clip_val=1.0, callbacks=callbacks, **given)
+    chosen: dict[str, Any] = {"average": WeightAveraging, "checkpoint": lambda: ActivationCheckpointing({"Block"})}
+    callbacks = [chosen[name]() for name in arguments.pop("callbacks", ())]
+    validates_first, dropout = arguments.pop("validates_first", False), arguments.pop("dropout", 0.0)
+    given = (
+        {"gradient_clip_val": 1.0, "precision": "64-true", "max_epochs": 2, "max_steps": -1 if save is None else 7}
+        | QUIET
+        | arguments
+    )
+    trainer = Trainer(strategy=strategy, callbacks=callbacks, **given)
     size = GLOBAL_BATCH // trainer.strategy.data_size
-    module = kind(counts_items=True)
+    module = kind(counts_items=True, dropout=dropout)
+    if validates_first:
+        trainer.validate(module, DataLoader(texts(7), size))
+        trainer.predict(module, DataLoader(texts(GLOBAL_BATCH), size))
     trainer.fit(module, DataLoader(texts(samples), size, shuffle=True), DataLoader(texts(7), size), ckpt_path=start)
     if save is not None:
         trainer.save_checkpoint(save)
@@ -133,6 +146,10 @@ def all_runs(sizes: dict[str, int] | None, plan: Any, names: list[str], folder: 
     found = {name: train(sizes, plan, **RUNS[name]) for name in names}
     if sizes is not None:
         train(sizes, plan, save=folder / "parts")
+        if "watched" in names:
+            train(sizes, plan, save=folder / "dropout", dropout=0.2)
+            found["dropout"] = train(sizes, plan, dropout=0.2)
+            found["dropout resumed"] = train(sizes, plan, start=folder / "dropout", dropout=0.2)
         found["resumed"] = train(sizes, plan, start=folder / "parts")
         found["resumed from one process"] = train(sizes, plan, start=folder / "whole")
     return found
@@ -148,6 +165,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("sizes", "plan", "names"), LAYOUTS, ids=lambda value: str(value)[:40])
 def test_context_parallel_trains_and_resumes_like_one_process(
     sizes: dict[str, int], plan: Any, names: list[str], tmp_path: Path
@@ -155,11 +173,12 @@ def test_context_parallel_trains_and_resumes_like_one_process(
     single = all_runs(None, None, names, tmp_path)
     train(None, save=tmp_path / "whole")
     has_all = sizes["dp_shard"] * sizes.get("dp_replicate", 1) == 1
-    for rank in run_world(math.prod(sizes.values()), all_runs, sizes, plan, names, tmp_path):
+    for rank in run_world(math.prod(sizes.values()), all_runs, sizes, plan, names, tmp_path, timeout=480):
         for name in names:
             check(rank[name], single[name], 2e-2 if name == "bf16" else 1e-9, has_all)
-        for name, value in rank["resumed"]["weights"].items():
-            assert (value == rank["gather"]["weights"][name]).all(), f"a resume on the same layout: {name}"
+        for resumed, through in {"resumed": "gather", "dropout resumed": "dropout"}.items():
+            for name, value in rank.get(resumed, {"weights": {}})["weights"].items():
+                assert (value == rank[through]["weights"][name]).all(), f"a resume on the same layout: {name}"
         check_weights(rank["resumed from one process"], single["gather"], 1e-9)
     check_weights(train(None, start=tmp_path / "parts"), single["gather"], 1e-9)
 
@@ -362,6 +381,66 @@ MISTAKES: list[tuple[type[GPT], dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+def prefixed(**changes: Any) -> Any:
+    """Returns a Llama that makes its mask itself, with changes to the causal one beyond the rehearsal's positions."""
+    from transformers import LlamaForCausalLM
+    from transformers.masking_utils import create_causal_mask
+
+    class Own(LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+            embeds = self.model.embed_tokens(input_ids)
+            given = {name: make(embeds) for name, make in changes.items()}
+            mask = create_causal_mask(self.config, embeds, None, None, position_ids, **given)
+            return super().forward(inputs_embeds=embeds, attention_mask=mask, position_ids=position_ids, **kwargs)
+
+    return Own(make_model("llama").config)
+
+
+def sees_block(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+    return (query >= 10) & (key >= 10)
+
+
+def sees_near(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+    return query - key < 20
+
+
+MASK_CHANGES: dict[str, dict[str, Any]] = {
+    "or_masks, sees_block": {"or_mask_function": lambda embeds: sees_block},
+    "sees_near": {"and_mask_function": lambda embeds: sees_near},
+    "blockwise_overlay, or_masks": {"block_sequence_ids": lambda embeds: torch.ones(embeds.shape[:2]).long()},
+}
+
+
+def mask_mistakes() -> list[str]:
+    found = []
+    for changes in ({}, *MASK_CHANGES.values()):
+        model = prefixed(**changes)
+        strategy = MeshStrategy(dp_shard=1, cp=2)
+        strategy.setup_environment()
+        strategy.setup_modules([model])
+
+        def step(batch: Any, batch_idx: int, model: Any = model) -> Any:
+            logits = model(batch["input_ids"], batch.get("position_ids")).logits.flatten(0, 1)
+            loss = F.cross_entropy(logits, batch["shift_labels"].flatten(), reduction="sum")
+            return {"loss": loss, "num_items": logits.shape[0]}
+
+        ids = rows_of("whole")[0]["input_ids"][None, :20]
+        try:
+            strategy.forward_backward(step, {"input_ids": ids, "shift_labels": ids}, (0,), Window(), NoHooks())
+            found.append("no error")
+        except ConfigurationError as raised:
+            found.append(str(raised))
+    return found
+
+
+def test_masks_that_add_to_causal_attention_are_refused_by_name() -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    for plain, *rank in run_world(2, mask_mistakes):
+        assert plain == "no error"
+        for text, names in zip(rank, MASK_CHANGES, strict=True):
+            assert text.startswith(f"the model changes which keys attention sees by {names} (such as"), text
+
+
 class NoHooks:
     on_before_backward = on_after_backward = ()
     backward = None
@@ -400,6 +479,40 @@ def test_mistakes_are_refused_before_the_first_backward() -> None:
         for (text, is_unchanged), (kind, _, _, expected) in zip(rank, MISTAKES, strict=True):
             assert text.startswith(expected), (kind.__name__, text)
             assert is_unchanged, kind.__name__
+
+
+class LogsOwnPart(LongGPT):
+    """Logs a value in one part of the sequences only, or under other names."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(counts_items=True)
+        self.names = names
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            for name in self.names:
+                self.log(name, 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+def log_apart() -> str:
+    """Returns the ends of a fit in which the second rank logs nothing, and of one in which it logs less."""
+    names = [["few"], [], *([f"value {number}" for number in range(count)] for count in (40, 3))]
+    found = []
+    for own, other in (names[:2], names[2:]):
+        trainer = Trainer(strategy=MeshStrategy(dp_shard=1, cp=2, **DIMS), max_epochs=1, **QUIET)
+        module = LogsOwnPart(own if int(os.environ["RANK"]) else other)
+        with pytest.raises((ConfigurationError, SystemExit)) as error:
+            trainer.fit(module, DataLoader(texts(8), 4))
+        found.append(str(error.value))
+    return "\n".join(found)
+
+
+def test_values_that_some_ranks_of_a_cp_group_log_are_refused() -> None:
+    # Both ranks raise, and the first one names the mistake: nothing hangs, whichever rank logs more.
+    first, second = run_world(2, log_apart)
+    assert first.count("the ranks of a cp group called self.log with different names") == 2
+    assert second.split() == ["1", "1"]
 
 
 class Totals(LongGPT):

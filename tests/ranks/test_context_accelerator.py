@@ -359,8 +359,12 @@ def test_a_config_of_sequences_that_does_not_work_is_refused(name: str) -> None:
         make()
 
 
-def test_accelerates_file_divides_sequences() -> None:
-    strategy = MeshStrategy.from_accelerate({"parallelism_config_dp_shard_size": 2, "parallelism_config_sp_size": 2})
+def test_accelerates_file_divides_sequences(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "leyden"):
+        strategy = MeshStrategy.from_accelerate(
+            {"parallelism_config_dp_shard_size": 2, "parallelism_config_sp_size": 2}
+        )
+    assert caplog.text.count("sp_size=2 divides sequences by MeshStrategy(cp=2, cp_method='ulysses')") == 1
     assert (str(strategy.layout), strategy._sequences[0]) == ("dp_shard 2 × cp 2", "ulysses")
     strategy = MeshStrategy.from_accelerate({"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 1})
     assert (strategy.layout.cp, strategy._sequences[0]) == (2, "gather")

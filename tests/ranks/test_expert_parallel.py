@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from leyden import Accelerator, Trainer
-from leyden.callbacks import EMAWeightAveraging, ExpertBalancing
+from leyden.callbacks import ActivationCheckpointing, EMAWeightAveraging, ExpertBalancing
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.errors import ConfigurationError
 from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, balance_loss, routers_in_float32
 from leyden.strategies.fsdp.sharding import local
+from leyden.strategies.precision import MixedPrecision
 
 GLOBAL_BATCH, SAMPLES = 8, 27
 """The last global batch has 3 samples, so one of 4 ranks has none."""
@@ -46,17 +47,28 @@ CASES: dict[str, dict[str, Any]] = {
         "activation_checkpointing_policy": {"Block"},
         "starved": 1,
     },
+    "recomputed by callback": {"callbacks": "checkpoint"},
+    "clipped by value": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.02, "predicts_first": True},
+    "watched": {"detect_anomaly": True},
+    "scaled": {"precision": "scaled"},
     "single": {"precision": "32-true"},
     "half": {"precision": "bf16-mixed"},
     "half, float32 routers": {"precision": "bf16-mixed", "float32": True, "activation_checkpointing_policy": {"Block"}},
+    "only half": {"precision": "bf16-true"},
 }
 """Arguments of the module, the strategy and the Trainer."""
 COMPILED = {"compiled": {"compile": True}}
 ODD = {"an odd share": {"experts": 6}, "less than one": {"experts": 2}}
 """Experts per rank that the ranks which shard them do not divide."""
 UNBIASED = {"unbiased": {"has_bias": False}}
-TOLERANCE = {"single": 1e-5, "half": 0.05, "half, float32 routers": 0.05}
-LOGITS = {"single": torch.float32, "half": torch.bfloat16, "half, float32 routers": torch.float32}
+TOLERANCE = {"single": 1e-5, "half": 0.05, "half, float32 routers": 0.05, "only half": 0.05, "scaled": 1e-3}
+LOGITS = {
+    "single": torch.float32,
+    "half": torch.bfloat16,
+    "half, float32 routers": torch.float32,
+    "only half": torch.bfloat16,
+    "scaled": torch.float16,
+}
 OF_STRATEGY = ("activation_checkpointing_policy", "compile", "reshard_after_forward")
 OF_MODULE = ("experts", "has_bias", "scales_inputs", "starved", "jitter", "drift", "trains", "by_items", "balances")
 OF_MODULE += ("float32", "optimizer")
@@ -68,15 +80,24 @@ def train(sizes: Sizes, arguments: dict[str, Any], plan: dict[str, str]) -> dict
     given = {"precision": "64-true", **arguments}
     of_module = {name: given.pop(name) for name in OF_MODULE if name in given}
     of_strategy = {name: given.pop(name) for name in OF_STRATEGY if name in given}
-    if given.get("callbacks") == "EMA":
-        given["callbacks"] = EMAWeightAveraging(decay=0.9)
     balancing = ExpertBalancing(0.05, per_expert=True)
-    if given.get("callbacks") == "balance":
-        given["callbacks"] = balancing
+    if "callbacks" in given:
+        chosen: dict[str, Any] = {
+            "EMA": EMAWeightAveraging(decay=0.9),
+            "checkpoint": ActivationCheckpointing({"Block"}),
+            "balance": balancing,
+        }
+        given["callbacks"] = chosen[given["callbacks"]]
+    if given["precision"] == "scaled":
+        # From a scale that no step overflows: otherwise ranks skip other steps than one process.
+        given["precision"] = MixedPrecision("16", init_scale=256.0)
+    predicts_first = given.pop("predicts_first", False)
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes, plan=plan, **of_strategy)
     torch.manual_seed(0)
-    module, trainer = Mixture(**of_module), Trainer(**QUIET, strategy=strategy, gradient_clip_val=0.5, **given)
+    module, trainer = Mixture(**of_module), Trainer(strategy=strategy, **{**QUIET, "gradient_clip_val": 0.5, **given})
     readers = trainer.strategy.data_size
+    if predicts_first:
+        trainer.predict(module, DataLoader(data(3), GLOBAL_BATCH // readers))
     trainer.fit(module, DataLoader(data(SAMPLES), GLOBAL_BATCH // readers), max_epochs=1)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("experts/")}
     predicted = trainer.predict(module, DataLoader(data(3), GLOBAL_BATCH // readers)) or []

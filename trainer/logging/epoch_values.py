@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 HEADER = 4
 """Length of a message's header, in numbers: data rank, digest of the keys, message length, bytes of metric states."""
+COLUMNS = 64
+"""Values per message of a step on parts of sequences, or a multiple: ranks that log other names send as many."""
 FIRST_CAPACITY = 1024
 """Initial capacity of a message, in numbers (8 KiB). If a message does not fit, it is sent again with more capacity."""
 
@@ -98,6 +101,10 @@ class EpochValues:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._capacity = FIRST_CAPACITY
+        self._headed: dict[tuple[str, ...], Tensor] = {}
+        """Messages of a step without its values: zeros, and digests of the names. By the names."""
+        self._differ: Tensor | None = None
+        """On the device, whether ranks with parts of the same sequences have logged other names."""
         self._output_ranks = strategy.outputs.on_ranks(strategy.ranks)
         self.counts = self._output_ranks[strategy.ranks.global_rank]
 
@@ -125,11 +132,15 @@ class EpochValues:
         outputs, device = self._strategy.outputs, self._strategy.root_device
         if not outputs.are_split:
             return [(value, size) for _, value, size, _ in logged]
-        numbers = torch.zeros(2, len(logged), dtype=widest_float(device), device=device)
+        numbers = self._begun(tuple(f"{entry.event} {entry.name}" for entry, *_ in logged), device)
         for i, (_, value, size, is_given) in enumerate(logged):
             numbers[0, i].add_(value)
             numbers[1, i].add_(size if is_given else outputs.weight)
-        values, weights = outputs.of_all_parts(numbers).unbind(1)
+        values, weights, names = outputs.of_all_parts(numbers).unbind(1)
+        differ = (names != names[0]).any()
+        self._differ = differ if self._differ is None else self._differ | differ
+        if differ.is_cpu:
+            self._check_names([entry.name for entry, *_ in logged])
         totals = weights.sum(0)
         # A part without a label has a mean of nan and a weight of 0.
         means = torch.where(weights > 0, values * weights, 0.0).sum(0) / totals
@@ -140,6 +151,31 @@ class EpochValues:
             own = total.to(value.dtype) if isinstance(value, Tensor) else total
             found.append((own, totals[i] if is_given else size))
         return found
+
+    def _begun(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        """Returns a message for the values of these names: rows of zeros for values and weights, and of digests."""
+        if names not in self._headed:
+            width = COLUMNS * max(1, math.ceil(len(names) / COLUMNS))
+            # 24 bits, which float32 holds too.
+            digests = [zlib.crc32(name.encode()) % 2**24 + 1 for name in names] + [0] * (width - len(names))
+            rows = [[0] * width, [0] * width, digests]
+            self._headed[names] = torch.tensor(rows, dtype=widest_float(device), device=device)
+        return self._headed[names].clone()
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        """Reads back whether the names have differed. In steps, only a CPU does: elsewhere it would wait.
+
+        Raises:
+            ConfigurationError: on every rank of the group.
+        """
+        differ, self._differ = self._differ, None
+        if differ is not None and bool(differ):
+            raise ConfigurationError(
+                "the ranks of a cp group called self.log with different names, or in another order, in one step (this "
+                f"rank: {', '.join(map(repr, names)) or 'none'}): each has a part of the same sequences, and a value "
+                "is computed from all parts. Call self.log on every rank, whatever its part contains, without "
+                "rank_zero_only."
+            )
 
     def reduce(
         self, entries: Sequence[Entry], idle: frozenset[int]
@@ -158,6 +194,7 @@ class EpochValues:
         Raises:
             ConfigurationError: on every rank, if the ranks logged different names.
         """
+        self._check_names([entry.name for entry in entries])
         if not self.counts:
             # Epoch hooks log on every stage of a pipeline, but only the last stage has seen the outputs of steps.
             entries = ()

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.accelerator.ranks import joined_strategy
 from leyden.accelerator.settings.plugins import FullyShardedDataParallelPlugin
 from leyden.core.errors import ConfigurationError, kind_of
-from leyden.core.rank_zero import inform
-from leyden.strategies.mesh.layout import ORDER, Layout, check_rotation, sequence_ranks
+from leyden.strategies.mesh.layout import ORDER, Layout, check_rotation, sequence_ranks, tell_method
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -357,10 +356,7 @@ class ParallelismConfig:
                 options |= fsdp_plugin.arguments()
             if self.sp_enabled:
                 options["cp_method"] = "ulysses"
-                inform(
-                    f"sp_size={self.sp_size} divides sequences by MeshStrategy(cp={self.sp_size}, "
-                    "cp_method='ulysses'), without DeepSpeed, within accelerator.maybe_context_parallel"
-                )
+                tell_method(layout.cp, "ulysses")
             return MeshStrategy(**options)
         if self.dp_shard_enabled:
             mesh = (layout.dp_replicate, layout.dp_shard) if self.dp_replicate_enabled else None

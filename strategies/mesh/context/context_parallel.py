@@ -23,6 +23,12 @@ from leyden.strategies.window import read_loss
 if TYPE_CHECKING:
     from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 
+MASKS = {
+    *("and_masks", "causal_mask_function", "bidirectional_mask_function", "padding_mask_function"),
+    *("sliding_window_overlay", "sliding_window_bidirectional_overlay", "chunked_overlay"),
+    *("packed_sequence_mask_function", "remap_positions_for_packed_sequence"),
+}
+"""What the masks of `transformers` that attention here knows are made of. Windows must hold the whole sequence."""
 MANUAL = (
     "context parallelism makes one loss of the parts of a sequence, and in manual optimization the step does that "
     "itself: use automatic optimization, or a mesh without cp."
@@ -337,6 +343,19 @@ def check_model(model: Any) -> None:
         )
 
 
+def _makers(mask: Any) -> Iterator[str]:
+    """Yields the names of the functions that have made a mask of `transformers`, and those of the user."""
+    if isinstance(mask, tuple):
+        for part in mask:
+            yield from _makers(part)
+    elif callable(mask):
+        name = getattr(mask, "__qualname__", type(mask).__qualname__)
+        is_known = getattr(mask, "__module__", "") == "transformers.masking_utils"
+        yield name.partition(".")[0] if is_known else name
+        for cell in (getattr(mask, "__closure__", None) or ()) if is_known else ():
+            yield from _makers(cell.cell_contents)
+
+
 @contextmanager
 def without_masks(part: SequencePart) -> Iterator[None]:
     """Models of `transformers` make no masks in the block: attention knows which keys each query sees."""
@@ -344,7 +363,14 @@ def without_masks(part: SequencePart) -> Iterator[None]:
 
     masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
 
-    def no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
+    def no_mask(*args: Any, local_size: int | None = None, mask_function: Any = None, **kwargs: Any) -> None:
+        others = sorted(set(_makers(mask_function)) - MASKS)
+        if others:
+            raise ConfigurationError(
+                f"the model changes which keys attention sees by {', '.join(others)} (such as or_mask_function or "
+                "block_sequence_ids of create_causal_mask), and context parallelism divides causal or full attention "
+                "only: use a mesh without cp."
+            )
         if local_size is not None and local_size < part.share.length:
             raise ConfigurationError(
                 f"the model's attention sees {local_size} positions (a sliding window or chunks), and context "
