@@ -32,9 +32,8 @@ class StepOutputs:
         """True if each rank of a group runs the step on a part of every sequence, so that the ranks' values differ."""
         return False
 
-    @property
-    def weight(self) -> Tensor | float:
-        """The weight of this rank's values among those of the parts, in a mean."""
+    def weight_of(self, micro_batch: int) -> Tensor | float:
+        """Returns the weight of a value that a micro-batch of this rank's part has logged, in a mean over all parts."""
         return 1.0
 
     def of_all_parts(self, numbers: Tensor) -> Tensor:

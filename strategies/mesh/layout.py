@@ -58,11 +58,6 @@ class Layout:
                 raise ConfigurationError(f"{name}={size!r}: use a number of ranks from 1, or -1 to fill the world.")
         if len(self.open) > 1:
             raise ConfigurationError(f"{' and '.join(self.open)} are both -1: only one dimension can fill the world.")
-        if self.pp != 1 and self.cp != 1:
-            raise ConfigurationError(
-                f"pp={self.pp} with cp={self.cp}: this version runs no pipeline on parts of sequences. Use cp with "
-                "dp_shard and tp, or pp without cp."
-            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -193,7 +188,7 @@ def tell_method(cp: int, method: str) -> None:
     if method == "ulysses":
         inform(
             f"sp_size={cp} divides sequences by MeshStrategy(cp={cp}, cp_method='ulysses'), without DeepSpeed. A loop "
-            "of your own enters accelerator.maybe_context_parallel"
+            "of your own without a pipeline enters accelerator.maybe_context_parallel"
         )
 
 

@@ -6,7 +6,7 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -136,6 +136,12 @@ class MeshStrategy(FSDPStrategy):
                 sequence_dims=sequence_dims,
                 sequence_padding=sequence_padding,
             )
+        for key, dim in (sequence_dims or {}).items() if pp != 1 else ():
+            if dim == 0:
+                raise ConfigurationError(
+                    f"sequence_dims has {key!r}: 0, and a pipeline splits that dimension into micro-batches: put the "
+                    "samples first, (B, T, …)."
+                )
         if kwargs.get("device_mesh") is not None:
             raise ConfigurationError(
                 f"device_mesh={kwargs['device_mesh']!r}: MeshStrategy makes its own mesh. Pass dp_replicate, dp_shard "
@@ -178,6 +184,8 @@ class MeshStrategy(FSDPStrategy):
             "last_stage": tuple(last_stage),
         }
         self._pipeline: PipelineSteps | None = None
+        self._pipeline_batches = 0
+        """The training batches of the latest pipeline that has ended."""
         self.outputs: MeshOutputs = MeshOutputs(self)
         self._sequences: tuple[Any, ...] = (cp_method, dict(sequence_dims or {}), dict(sequence_padding or {}))
         self._context: ContextParallel | None = None
@@ -327,6 +335,7 @@ class MeshStrategy(FSDPStrategy):
     def _leave_pipeline(self) -> None:
         if self._pipeline is not None:
             self._pipeline.remove()
+            self._pipeline_batches = self._pipeline.rng.batches
         self._pipeline = self._context = None
         self.outputs.follow(None)
 
@@ -462,8 +471,7 @@ class MeshStrategy(FSDPStrategy):
         found = [module.__dict__.get("_leyden_tensor_parallel") for module in self.modules]
         self._tensor_parallel += [parallel for parallel in found if parallel and parallel not in self._tensor_parallel]
         self._check_cut()
-        if self.layout.pp > 1:
-            self._make_pipeline()
+        self._leave_pipeline()
         if self.layout.cp > 1:
             if len(self.modules) > 1:
                 raise ConfigurationError(
@@ -474,7 +482,9 @@ class MeshStrategy(FSDPStrategy):
             assert self.context_mesh is not None
             group = self.context_mesh.get_group()
             self._context = ContextParallel(self, self.modules[0], group, method, dimensions, padding)
-            self.outputs.follow(None, self._context)
+        if self.layout.pp > 1:
+            self._pipeline = self._make_pipeline()
+        self.outputs.follow(self._pipeline, self._context)
         return self.modules
 
     def _check_cut(self) -> None:
@@ -508,9 +518,8 @@ class MeshStrategy(FSDPStrategy):
             "a step, or convert by tensor.to_local() (this rank's part) or tensor.full_tensor() (the whole)."
         )
 
-    def _make_pipeline(self) -> None:
+    def _make_pipeline(self) -> PipelineSteps:
         [module] = self.modules
-        self._leave_pipeline()
         for root in self._roots:
             # torch does this lazily in the first forward, where it would find the blocks of a single stage only.
             root._get_fsdp_state()._lazy_init()
@@ -521,8 +530,7 @@ class MeshStrategy(FSDPStrategy):
         holdings: Holdings = module.__dict__["_leyden_holdings"]
         holdings.protect(module)
         self.master_weights = StageWeights(group, holdings.absent)
-        self._pipeline = PipelineSteps(self, module, holdings, self.schedule, group, self._begin_backward)
-        self.outputs.follow(self._pipeline)
+        return PipelineSteps(self, module, holdings, self.schedule, group, self._begin_backward, self._context)
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         if self._pipeline is not None and module is self._pipeline.root:
@@ -563,10 +571,22 @@ class MeshStrategy(FSDPStrategy):
             outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
         return self._whole(outputs)
 
-    def _rehearse(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> None:
+    def _rehearse(
+        self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], evaluates: bool = False
+    ) -> None:
         """Checks with the first batch that the step runs on parts of sequences."""
         assert self._context is not None
-        self._context.rehearse(step_fn, batch, extra)
+        precision = self.precision.forward_context
+
+        def step(batch: Any) -> Any:
+            with nullcontext() if precision is None else precision():
+                return step_fn(batch, *extra)
+
+        def run(step: Callable[[Any], Any], batch: Any, read: Callable[[Any], Any]) -> Any:
+            return read(step(batch))
+
+        rehearse = self._context.rehearse_evaluation if evaluates else self._context.rehearse
+        rehearse(step, batch, run if self._pipeline is None else self._pipeline.rehearse_whole)
 
     def loss_to_backward(self, loss: Tensor, num_items: Tensor | float | None, window: Window) -> Tensor:
         if self._context is not None:
@@ -585,7 +605,11 @@ class MeshStrategy(FSDPStrategy):
         counts: bool = True,
     ) -> Any:
         assert self._pipeline is not None
-        if self._begin_batch(batch):
+        is_first = self._begin_batch(batch)
+        if self._context is not None:
+            self._rehearse(step_fn, batch, extra)
+            batch = self._context.cut(batch)
+        if is_first:
             with self.step_context():
                 self._pipeline.start(step_fn, batch, extra)
         self._follow_window(window)
@@ -607,17 +631,24 @@ class MeshStrategy(FSDPStrategy):
             root.set_requires_gradient_sync(reduces_gradients)
 
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
-        if self._pipeline is not None:
-            with self.step_context(trains=False):
-                return self._whole(self._pipeline.evaluate(step_fn, batch, extra))  # type: ignore[return-value]
+        if self._pipeline is None and self._context is None:
+            return self._whole(super().evaluate(step_fn, batch, extra))
         if self._context is not None:
-            self._begin_batch(batch)
-            self._context.rehearse_evaluation(step_fn, batch, extra)
-            part = self._context.cut(batch)
-            with self.step_context(trains=False), self._context.running(part):
-                outputs = Strategy.forward(self, step_fn, part.batch, extra)
-                return self._context.evaluated(self._whole(outputs), part)  # type: ignore[no-any-return]
-        return self._whole(super().evaluate(step_fn, batch, extra))
+            if self._pipeline is None:
+                self._begin_batch(batch)
+            self._rehearse(step_fn, batch, extra, evaluates=True)
+            batch = self._context.cut(batch)
+        with self.step_context(trains=False):
+            outputs: Any
+            if self._pipeline is not None:
+                outputs = self._pipeline.evaluate(step_fn, batch, extra)
+            else:
+                assert self._context is not None
+                with self._context.running(batch):
+                    outputs = Strategy.forward(self, step_fn, batch.batch, extra)
+            outputs = self._whole(outputs)
+            joined: T = outputs if self._context is None else self._context.evaluated(outputs, batch)
+            return joined
 
     def _whole(self, outputs: T) -> T:
         """Returns a step's outputs with full tensors in place of DTensors, such as split logits and their losses."""
@@ -752,8 +783,11 @@ class MeshStrategy(FSDPStrategy):
             fill_weights(module, reader, strict, load_targets(module, holdings.absent))
 
     def state_dict(self) -> dict[str, Any]:
-        own = {} if self._pipeline is None else {"pipeline_batches": self._pipeline.rng.batches}
-        return {**super().state_dict(), **own}
+        if self.layout.pp == 1:
+            return super().state_dict()
+        # A checkpoint may be saved after the run, too.
+        batches = self._pipeline_batches if self._pipeline is None else self._pipeline.rng.batches
+        return {**super().state_dict(), "pipeline_batches": batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

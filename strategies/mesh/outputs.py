@@ -38,9 +38,8 @@ class MeshOutputs(StepOutputs):
     def are_split(self) -> bool:
         return self._strategy.filled.cp > 1
 
-    @property
-    def weight(self) -> Tensor | float:
-        return 1.0 if self._context is None else self._context.weight
+    def weight_of(self, micro_batch: int) -> Tensor | float:
+        return 1.0 if self._context is None else self._context.weight_of(micro_batch)
 
     def of_all_parts(self, numbers: Tensor) -> Tensor:
         return numbers[None] if self._context is None else self._context.gathered(numbers)

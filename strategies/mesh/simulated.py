@@ -116,7 +116,9 @@ class SimulatedMesh(MeshStrategy):
         """Skips the comparison of batches: the other ranks do not exist."""
         return False
 
-    def _rehearse(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> None:
+    def _rehearse(
+        self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], evaluates: bool = False
+    ) -> None:
         """Skips the rehearsal, whose losses have no values here."""
 
 

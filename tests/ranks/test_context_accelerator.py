@@ -178,6 +178,50 @@ CASES: dict[str, tuple[Any, Found]] = {
 }
 
 
+def by_items(model: Any, batch: Any) -> Found:
+    """Returns a summed loss and the number of its items."""
+    tokens, labels = batch
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return {"loss": loss, "num_items": int((labels != -100).sum())}
+
+
+def in_stages(strategy: Found | None) -> Found:
+    """A loop whose pipeline cuts the sequences itself, in windows of two batches."""
+    torch.manual_seed(0)
+    mesh = "auto" if strategy is None else MeshStrategy(**strategy)
+    accelerator = Accelerator(cpu=True, strategy=mesh, gradient_accumulation_steps=2)
+    model: Any = LongGPT().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(16), GLOBAL_BATCH))
+    losses, predicted = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            if strategy is None:
+                found = by_items(model, batch)
+                loss = found["loss"]
+                accelerator.backward(loss, num_items=found["num_items"])
+            else:
+                loss = accelerator.pipeline_step(model, batch, step=by_items)
+                with pytest.raises(ConfigurationError, match="maybe_context_parallel with pp: a pipeline cuts"):
+                    accelerator.maybe_context_parallel([batch[0]], [1]).__enter__()
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss))
+        with torch.no_grad():
+            predicted.append(accelerator.gather_for_metrics(model(batch[0])))
+    return {"losses": losses, "predicted": torch.cat(predicted).numpy(), **weights_of(accelerator, model)}
+
+
+def test_a_pipeline_in_a_loop_trains_on_parts_of_sequences_like_one_process() -> None:
+    single = in_stages(None)
+    strategy = {"dp_shard": 1, "cp": 2, "pp": 2, "microbatches": 2, "sequence_dims": {0: 1, 1: 1}}
+    for rank in run_world(4, in_stages, strategy):
+        # Every rank gets the loss, in float32.
+        check_like_one_process(rank, single, 1e-3)
+        assert abs(rank["predicted"] - single["predicted"]).max() < 1e-9
+
+
 def run_cases(sizes: Found, names: list[str]) -> Found:
     return {name: CASES[name][0](sizes, **CASES[name][1]) for name in names}
 
@@ -335,7 +379,6 @@ def test_a_parallelism_config_divides_sequences(
 
 CONFIGS: dict[str, tuple[Any, str]] = {
     "both": (lambda: ParallelismConfig(cp_size=2, sp_size=2), "cp_size=2 and sp_size=2 both divide sequences"),
-    "pipeline": (lambda: ParallelismConfig(cp_size=2, pp_size=2), "pp=2 with cp=2: .* Use cp with dp_shard"),
     "ring": (lambda: TorchContextParallelConfig("alltoall"), "around a ring"),
     "unknown": (lambda: TorchContextParallelConfig("gossip"), "'gossip' is not known: use 'allgather'"),
     "handler": (lambda: ParallelismConfig(cp_handler="allgather"), "Pass a TorchContextParallelConfig"),

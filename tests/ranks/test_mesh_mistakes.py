@@ -72,9 +72,9 @@ def a_size_of_zero(module: GPT) -> MeshStrategy:
     return MeshStrategy(tp=0, plan=PLAN)
 
 
-@mistake("pp=2 with cp=2: this version runs no pipeline on parts of sequences.")
-def a_pipeline_on_parts_of_sequences(module: GPT) -> MeshStrategy:
-    return MeshStrategy(dp_shard=1, cp=2, pp=2)
+@mistake("sequence_dims has 'x': 0, and a pipeline splits that dimension into micro-batches: put the samples first")
+def a_pipeline_on_parts_of_samples(module: GPT) -> MeshStrategy:
+    return MeshStrategy(dp_shard=1, cp=2, pp=2, sequence_dims={"x": 0})
 
 
 @mistake("cp_method='ring' is not known.")

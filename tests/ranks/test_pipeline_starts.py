@@ -1,7 +1,8 @@
-"""Pipelines of models that configure_model builds or that recompute activations, and a step that fails on one rank."""
+"""Pipelines of models that configure_model builds or that recompute activations, resumes, and a step that fails."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +96,27 @@ def test_recomputed_activations_are_bit_identical_to_stored_ones(dropout: float)
     kept = with_loss(run_world(2, fit, GPT, {"pp": 2}, {"dropout": dropout}))
     sizes = {"pp": 2, "activation_checkpointing_policy": {"Block"}}
     assert with_loss(run_world(2, fit, GPT, sizes, {"dropout": dropout})) == kept != []
+
+
+def resumed(folder: str) -> list[list[float]]:
+    """Returns the losses of a fit with dropout, and those of two halves; the first is saved after its fit."""
+    found = []
+    for steps, start in ((STEPS, None), (STEPS // 2, None), (STEPS, folder)):
+        torch.manual_seed(0)
+        trainer = Trainer(strategy=MeshStrategy(pp=2, microbatches=2), max_steps=steps, **QUIET)
+        module = GPT(depth=4, dropout=0.2)
+        trainer.fit(module, DataLoader(data(), 8), ckpt_path=start)
+        if steps < STEPS:
+            trainer.save_checkpoint(folder)
+        found.append(module.losses)
+    whole, first, second = found
+    return [whole, first + second]
+
+
+def test_a_checkpoint_that_is_saved_after_the_fit_continues_its_random_numbers(tmp_path: Path) -> None:
+    _, (whole, halves) = run_world(2, resumed, str(tmp_path / "saved"))
+    assert halves == whole
+    assert len(whole) == STEPS
 
 
 @pytest.mark.full

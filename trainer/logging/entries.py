@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,22 @@ def rule_of(event: str) -> Rule:
         f"self.log cannot be called {place}: the value would belong to no step and no epoch. Call it in a training, "
         "validation or test step, or in a hook of their batches and epochs."
     )
+
+
+class MicroValue(NamedTuple):
+    """A value that the step of one micro-batch has logged.
+
+    Attributes:
+        value: the value.
+        size: its weight in means.
+        is_given: whether the user gave the weight; otherwise it is the number of samples.
+        micro_batch: the micro-batch's number in the batch, of those that log.
+    """
+
+    value: Value
+    size: float
+    is_given: bool
+    micro_batch: int
 
 
 class Entry:

@@ -22,7 +22,7 @@ from leyden.trainer.logging.entries import Reduced
 from leyden.trainer.logging.values import Value, as_number, in_turns, read_back
 
 if TYPE_CHECKING:
-    from leyden.trainer.logging.entries import Entry
+    from leyden.trainer.logging.entries import Entry, MicroValue
 
 T = TypeVar("T")
 HEADER = 4
@@ -123,33 +123,40 @@ class EpochValues:
         """Starts to share a step's numbers; see `StepOutputs.begin_numbers`."""
         return self._strategy.outputs.begin_numbers(described, numbers)
 
-    def of_all_parts(self, logged: Sequence[tuple[Entry, Value, float, bool]]) -> list[tuple[Value, Value]]:
+    @property
+    def are_split(self) -> bool:
+        """True if ranks log the values of parts of the same sequences."""
+        return self._strategy.outputs.are_split
+
+    def of_all_parts(self, logged: Mapping[Entry, Sequence[MicroValue]]) -> list[tuple[Value, Value]]:
         """Returns the values of a batch whose sequences are divided over ranks, and their weights.
 
         Args:
-            logged: for each entry the value and the weight of this rank's part, and whether the user gave the weight.
+            logged: the values of this rank's part, for each micro-batch.
         """
         outputs, device = self._strategy.outputs, self._strategy.root_device
-        if not outputs.are_split:
-            return [(value, size) for _, value, size, _ in logged]
-        numbers = self._begun(tuple(f"{entry.event} {entry.name}" for entry, *_ in logged), device)
-        for i, (_, value, size, is_given) in enumerate(logged):
-            numbers[0, i].add_(value)
-            numbers[1, i].add_(size if is_given else outputs.weight)
-        values, weights, names = outputs.of_all_parts(numbers).unbind(1)
-        differ = (names != names[0]).any()
+        own = [(entry, value) for entry, values in logged.items() for value in values]
+        numbers = self._begun(tuple(f"{entry.event} {entry.name}" for entry, _ in own), device)
+        for i, (_, one) in enumerate(own):
+            numbers[0, i].add_(one.value)
+            numbers[1, i].add_(one.size if one.is_given else outputs.weight_of(one.micro_batch))
+        parts = outputs.of_all_parts(numbers)
+        differ = (parts[:, 2] != parts[0, 2]).any()
         self._differ = differ if self._differ is None else self._differ | differ
         if differ.is_cpu:
-            self._check_names([entry.name for entry, *_ in logged])
-        totals = weights.sum(0)
-        # A part without a label has a mean of nan and a weight of 0.
-        means = torch.where(weights > 0, values * weights, 0.0).sum(0) / totals
-        reduced = {"sum": values.sum(0), "max": values.amax(0), "min": values.amin(0)}
+            self._check_names([entry.name for entry in logged])
+        columns = torch.split(parts[:, :2, : len(own)], [len(values) for values in logged.values()], 2)
         found: list[tuple[Value, Value]] = []
-        for i, (entry, value, size, is_given) in enumerate(logged):
-            total = reduced[entry.reduce_fx][i] if entry.reduce_fx in reduced else means[i]
-            own = total.to(value.dtype) if isinstance(value, Tensor) else total
-            found.append((own, totals[i] if is_given else size))
+        for (entry, micro_values), column in zip(logged.items(), columns, strict=True):
+            values, weights = column.unbind(1)
+            total = weights.sum()
+            # A part without a label has a mean of nan and a weight of 0.
+            mean = torch.where(weights > 0, values * weights, 0.0).sum() / total
+            reduced = {"sum": values.sum(), "max": values.amax(), "min": values.amin()}
+            value = reduced.get(entry.reduce_fx, mean)
+            first = micro_values[0]
+            size = total if first.is_given else sum(own.size for own in micro_values)
+            found.append((value.to(first.value.dtype) if isinstance(first.value, Tensor) else value, size))
         return found
 
     def _begun(self, names: tuple[str, ...], device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from leyden.core.saved_state import SavedState
 from leyden.core.tree import batch_size_of
 from leyden.strategies.outputs import SharedNumbers
 from leyden.trainer.events.hooks import Hooks
-from leyden.trainer.logging.entries import LOADER_SUFFIX, Entry, restored_entries
+from leyden.trainer.logging.entries import LOADER_SUFFIX, Entry, MicroValue, restored_entries
 from leyden.trainer.logging.values import Nans, Value, as_tensor, extreme, readable_losses
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ class Logs:
         self._idle: set[tuple[str, int]] = set()
         """Stage and loader index (-1 for an only loader) of loaders without a batch for this rank in this pass."""
         self._discards = False
-        self._micro_values: list[tuple[Entry, Value, float, bool]] | None = None
-        """Values that a batch's parts have logged, their weights, and whether the user gave these; None if steps run on
-        whole batches."""
+        self._micro_values: list[tuple[Entry, MicroValue]] | None = None
+        """Values that a batch's parts have logged; None if steps run on whole batches."""
         self._ranks = ranks
         self._apart_tick = -1
         """The `_tick` of the last `begin_apart`; negative, so that it never equals a batch number."""
@@ -67,6 +66,8 @@ class Logs:
         self._epoch_values: dict[str, Shown] = {}
         self._last_evaluated: dict[str, Shown] = {}
         """The last step's values of finished evaluations. Callbacks do not see step values of evaluations."""
+        self._micro_batch = -1
+        """The number of the micro-batch that logs; -1 before the first."""
         # The following three are for the other stages of a pipeline, whose values come from the last stage.
         self._last_stage_step: dict[str, Value] = {}
         """Values for loggers that the last stage logged in the current step."""
@@ -121,16 +122,21 @@ class Logs:
     @contextmanager
     def by_micro_batch(self) -> Iterator[None]:
         """Combines the values that the steps of a batch's parts log within the block into one per name."""
-        whole, self._micro_values = self.batch, []
+        whole, self._micro_values, self._micro_batch = self.batch, [], -1
         try:
             yield
             logged, self._micro_values = self._micro_values, None
-            combined = []
-            for entry, given in {entry: given for entry, _, _, given in logged}.items():
-                own = [(value, size) for other, value, size, _ in logged if other is entry]
-                combined.append((entry, *(own[0] if len(own) == 1 else entry.combine(own)), given))
-            whole_values = [own[1:3] for own in combined] if self._ranks is None else self._ranks.of_all_parts(combined)
-            for (entry, *_), (value, size) in zip(combined, whole_values, strict=True):
+            by_entry: dict[Entry, list[MicroValue]] = {}
+            for entry, own in logged:
+                by_entry.setdefault(entry, []).append(own)
+            if self._ranks is not None and self._ranks.are_split:
+                combined = self._ranks.of_all_parts(by_entry)
+            else:
+                pairs = [[(own.value, own.size) for own in values] for values in by_entry.values()]
+                combined = [
+                    own[0] if len(own) == 1 else entry.combine(own) for entry, own in zip(by_entry, pairs, strict=True)
+                ]
+            for entry, (value, size) in zip(by_entry, combined, strict=True):
                 entry.record(value, self._tick)
                 if entry.on_epoch and entry.metric is None:
                     entry.add(value, size)
@@ -141,6 +147,7 @@ class Logs:
         """Assigns the values logged from now on to a micro-batch, within `by_micro_batch`; otherwise a no-op."""
         if self._micro_values is not None:
             self.batch = batch
+            self._micro_batch += 1
 
     def share_step(self) -> None:
         """Starts to send the step's values from a pipeline's last stage to all its ranks; without one, a no-op."""
@@ -212,7 +219,8 @@ class Logs:
         if self._micro_values is not None:
             # A metric's step value is averaged over the micro-batches too, weighted by their samples.
             size = self._batch_size(entry) if batch_size is None else batch_size
-            self._micro_values.append((entry, value, size, batch_size is not None))
+            own = MicroValue(value, size, batch_size is not None, self._micro_batch)
+            self._micro_values.append((entry, own))
             return
         entry.record(value, self._tick)
         if entry.on_epoch and entry.metric is None:

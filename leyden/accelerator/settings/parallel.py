@@ -132,8 +132,8 @@ class ParallelismConfig:
         dp_replicate_size: replicas of the model; alone it means DDP.
         dp_shard_size: ranks that shard one replica; alone it means FSDP, with replicas HSDP.
         tp_size: ranks that split each layer and share their batches.
-        cp_size: ranks that divide the sequences of a batch, in `Accelerator.maybe_context_parallel`; they shard the
-            model too.
+        cp_size: ranks that divide the sequences of a batch, in `Accelerator.maybe_context_parallel`, or with `pp_size`
+            in every step; they shard the model too.
         sp_size: the same by exchanging heads, as DeepSpeed's Ulysses does, without DeepSpeed.
         cp_backend: "torch"; only read by libraries.
         sp_backend: "deepspeed"; only read by libraries.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,10 @@ from leyden.strategies.window import read_loss
 if TYPE_CHECKING:
     from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 
+Step: TypeAlias = Callable[[Any], Any]
+"""The user's step, as a function of a batch."""
+Rehearsal: TypeAlias = Callable[[Step, Any, Callable[[Any], Any]], Any]
+"""Runs a step on a batch. Returns what a function of the step's outputs returns, where the step reaches its end."""
 MASKS = {
     *("and_masks", "causal_mask_function", "bidirectional_mask_function", "padding_mask_function"),
     *("sliding_window_overlay", "sliding_window_bidirectional_overlay", "chunked_overlay"),
@@ -81,14 +85,26 @@ class ContextParallel:
         """Loss and number of items of the latest batch, over the whole sequence."""
         self._others: set[int] = set()
         """The lengths of other keys than the sequence's that the rehearsal met, which every rank keeps whole."""
-        self.weight: Tensor | float = 1.0
-        """The number of items in this rank's part of the latest batch, or of its tokens if the step counts none."""
+        self._tokens = 1.0
+        """The number of tokens in a sequence's part on this rank, in the latest batch."""
+        self._items: list[Tensor | float] = []
+        """The number of items in each micro-batch of this rank's part of the latest batch, as far as they are known."""
 
     def cut(self, batch: Any) -> SequencePart:
         """Returns this rank's part of a batch."""
         part = self._cut.cut(batch)
-        self.weight = float(part.share.count())
+        self._tokens, self._items = float(part.share.count()), []
         return part
+
+    def count(self, num_items: Tensor | float | None) -> None:
+        """Takes the number of items in the next micro-batch of this rank's part."""
+        self._check_items(num_items)
+        assert num_items is not None
+        self._items.append(num_items.detach().clone() if isinstance(num_items, Tensor) else num_items)
+
+    def weight_of(self, micro_batch: int) -> Tensor | float:
+        """Returns the number of items in a micro-batch of this rank's part, or of tokens if the step counts none."""
+        return self._items[micro_batch] if 0 <= micro_batch < len(self._items) else self._tokens
 
     @contextmanager
     def running(self, part: SequencePart) -> Iterator[None]:
@@ -117,6 +133,7 @@ class ContextParallel:
         The loss is this rank's part, times the number of parts: gradients are averaged over these ranks, and so become
         the sum over the parts.
         """
+        self.count(num_items)
         self._total = self._summed(loss, num_items)
         return loss * self._size, self._total[1]
 
@@ -128,7 +145,6 @@ class ContextParallel:
         numbers[0] += whole_tensor(loss.detach()).reshape(())
         items: Any = num_items
         numbers[1] += items.detach().reshape(()) if isinstance(items, Tensor) else items
-        self.weight = numbers[1].clone()
         dist.all_reduce(numbers, group=self._group)
         return numbers[0].to(loss.dtype), numbers[1]
 
@@ -141,11 +157,22 @@ class ContextParallel:
             )
 
     def trained(self, outputs: Any) -> Any:
-        """Returns the outputs of a training step with the loss and the items of the whole sequence."""
+        """Returns the outputs of a training step with the loss and the items that `of_all_parts` has summed."""
         self._check_items(self._total)
         assert self._total is not None
         (loss, items), self._total = self._total, None
         return {**outputs, "loss": loss, "num_items": items}
+
+    def with_totals(self, outputs: Any) -> Any:
+        """Returns the outputs of a step with the loss and the items of the whole sequence, if it counts items.
+
+        Every rank of the group calls it.
+        """
+        if not isinstance(outputs, Mapping) or outputs.get("num_items") is None:
+            return outputs
+        loss = outputs.get("loss")
+        loss, items = self._summed(loss if isinstance(loss, Tensor) else torch.zeros(()), outputs["num_items"])
+        return {**outputs, "num_items": items} | ({"loss": loss} if "loss" in outputs else {})
 
     def evaluated(self, outputs: Any, part: SequencePart) -> Any:
         """Returns the outputs of an evaluation step with whole sequences. Every rank of the group calls it.
@@ -153,9 +180,8 @@ class ContextParallel:
         Tensors are joined if they have as many rows as the batch's part, and as many positions as its sequences.
         """
         if isinstance(outputs, Mapping) and outputs.get("num_items") is not None:
-            loss = outputs.get("loss")
-            loss, items = self._summed(loss if isinstance(loss, Tensor) else torch.zeros(()), outputs["num_items"])
-            outputs = {**outputs, "num_items": items} | ({"loss": loss} if "loss" in outputs else {})
+            self.count(outputs["num_items"])
+        outputs = self.with_totals(outputs)
         share, rows = part.share, {tensor.shape[0] for tensor in _tensors(part.batch) if tensor.ndim > 1}
 
         def join(tensor: Tensor) -> Tensor:
@@ -172,10 +198,15 @@ class ContextParallel:
         return torch.stack(parts)
 
     # the rehearsal ----------------------------------------------------------------------------------------------------
-    def rehearse(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> None:
+    def rehearse(self, step: Step, batch: Any, run: Rehearsal) -> None:
         """Compares a step on the parts of the first positions with the same step on these positions as a whole.
 
         Every rank of the run must call it at the same batch, with its own. Only the first call does anything.
+
+        Args:
+            step: the user's step, called with a batch.
+            batch: the whole batch.
+            run: runs a step, and a function of its outputs where the step reaches its end.
 
         Raises:
             ConfigurationError: if their losses differ: something besides attention depends on the whole sequence.
@@ -184,15 +215,13 @@ class ContextParallel:
             return
         self._is_rehearsed = True
         part, narrowed = self._first(batch)
+        length = part.share.length - part.share.filled
         with self._prepared():
             with self.running(part):
-                loss, items = self._summed(*self._loss_of(step_fn, part.batch, extra))
-            whole, whole_items = self._loss_of(step_fn, narrowed, extra)
-        self._compare(
-            float(loss), float(items), float(whole), float(whole_items), part.share.length - part.share.filled
-        )
+                parts = run(step, part.batch, lambda outputs: self._summed(*_loss_in(outputs)))
+            run(step, narrowed, lambda outputs: self._compare(parts, _loss_in(outputs), length))
 
-    def rehearse_evaluation(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> None:
+    def rehearse_evaluation(self, step: Step, batch: Any, run: Rehearsal) -> None:
         """Like `rehearse`, for an evaluation: compares the tensors that its step and the module's forward return."""
         if self._has_evaluated:
             return
@@ -200,24 +229,23 @@ class ContextParallel:
         part, narrowed = self._first(batch)
         seen: list[Any] = []
         hook = self._module.register_forward_hook(lambda module, args, outputs: seen.append(outputs))
+
+        def tensors_in(outputs: Any) -> list[Tensor]:
+            found = _tensors(map_tensors([outputs, *seen], whole_tensor))
+            seen.clear()
+            return found
+
+        def join(outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
+            own = tensors_in(outputs)
+            return own, _tensors(self.evaluated(own, part))
+
         try:
             with self._prepared():
                 with self.running(part):
-                    own = _tensors(map_tensors([self._outputs_of(step_fn, part.batch, extra), *seen], whole_tensor))
-                    joined = _tensors(self.evaluated(own, part))
-                seen.clear()
-                whole = _tensors(map_tensors([self._outputs_of(step_fn, narrowed, extra), *seen], whole_tensor))
+                    parts = run(step, part.batch, join)
+                run(step, narrowed, lambda outputs: self._compare_tensors(parts, tensors_in(outputs)))
         finally:
             hook.remove()
-        for one, found, expected in zip(own, joined, whole, strict=False):
-            if found is one or not one.is_floating_point():
-                continue
-            limit = 10 * self._tolerance * float(expected.nan_to_num(0, 0, 0).abs().max())
-            if found.shape != expected.shape or not torch.allclose(found, expected, 0, limit, equal_nan=True):
-                raise ConfigurationError(
-                    "what this step computes for the first positions of a sequence in parts is not "
-                    f"what it computes for them as a whole: {CAUSES}"
-                )
 
     def _first(self, batch: Any) -> tuple[SequencePart, Any]:
         """Returns this rank's part of the first positions of a batch, and all of these positions."""
@@ -233,13 +261,13 @@ class ContextParallel:
 
         Behind a layer that begins as zero, such as a head, no loss would depend on what attention sees.
         """
+        self._strategy.end_evaluation()
         locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in self._module.parameters())
         zeros = [p for p in locals_ if p.is_floating_point() and p.itemsize > 1 and not p.any()]
         self.is_rehearsing = True
         with torch.no_grad(), ExitStack() as stack:
             # Compiled blocks would otherwise be compiled for these lengths too.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            self._strategy.end_evaluation()
             for zero in zeros:
                 zero.copy_(torch.arange(zero.numel(), device=zero.device).view(zero.shape).sin().div_(8))
             stack.enter_context(_evaluating(self._module))
@@ -257,21 +285,6 @@ class ContextParallel:
                 for shards in (m for m in self._module.modules() if isinstance(m, FSDPModule)):
                     shards.reshard()
 
-    def _outputs_of(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> Any:
-        context = self._strategy.precision.forward_context
-        with nullcontext() if context is None else context():
-            return step_fn(batch, *extra)
-
-    def _loss_of(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> tuple[Tensor, Any]:
-        outputs = self._outputs_of(step_fn, batch, extra)
-        if isinstance(outputs, Tensor):
-            outputs = {"loss": outputs}
-        if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
-            # There is no graph here, whose absence `read_loss` refuses.
-            outputs = {**outputs, "loss": outputs["loss"].detach().clone().requires_grad_()}
-        loss, num_items = read_loss(outputs)
-        return whole_tensor(loss.detach()), num_items
-
     @property
     def _tolerance(self) -> float:
         """The relative difference that rounding may make."""
@@ -280,7 +293,8 @@ class ContextParallel:
         is_short = any(dtype.itemsize <= 2 for dtype in dtypes if dtype.is_floating_point)
         return 3e-2 if precision.form else 1e-2 if is_short else 1e-4
 
-    def _compare(self, loss: float, items: float, whole: float, whole_items: float, length: int) -> None:
+    def _compare(self, parts: tuple[Any, Any], of_whole: tuple[Any, Any], length: int) -> None:
+        (loss, items), (whole, whole_items) = map(float, parts), map(float, of_whole)
         if items != whole_items:
             raise ConfigurationError(
                 f"num_items of the parts of a sequence add up to {items:g}, and the whole has {whole_items:g} (of its "
@@ -292,6 +306,27 @@ class ContextParallel:
                 f"the loss of a sequence's parts is {loss:.6g}, and that of the whole {whole:.6g} (the sum over its "
                 f"first {length} positions): {CAUSES}"
             )
+
+    def _compare_tensors(self, parts: tuple[list[Tensor], list[Tensor]], whole: list[Tensor]) -> None:
+        for one, found, expected in zip(*parts, whole, strict=False):
+            if found is one or not one.is_floating_point():
+                continue
+            limit = 10 * self._tolerance * float(expected.nan_to_num(0, 0, 0).abs().max())
+            if found.shape != expected.shape or not torch.allclose(found, expected, 0, limit, equal_nan=True):
+                raise ConfigurationError(
+                    "what this step computes for the first positions of a sequence in parts is not "
+                    f"what it computes for them as a whole: {CAUSES}"
+                )
+
+
+def _loss_in(outputs: Any) -> tuple[Tensor, Any]:
+    """Returns the loss and num_items of a step without a graph, whose absence `read_loss` refuses."""
+    if isinstance(outputs, Tensor):
+        outputs = {"loss": outputs}
+    if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
+        outputs = {**outputs, "loss": outputs["loss"].detach().clone().requires_grad_()}
+    loss, num_items = read_loss(outputs)
+    return whole_tensor(loss.detach()), num_items
 
 
 def _tensors(batch: Any) -> list[Tensor]:

@@ -53,6 +53,12 @@ class ContextLoop(OwnLoop):
 
     @contextmanager
     def in_parts(self, buffers: Sequence[Tensor], dims: Sequence[int], kept: AbstractSet[Tensor]) -> Iterator[None]:
+        if self._strategy.layout.pp > 1:
+            raise ConfigurationError(
+                "maybe_context_parallel with pp: a pipeline cuts the sequences of its batches by itself. Leave the "
+                "block out, pass whole batches to accelerator.pipeline_step or the model, and name their sequences in "
+                "MeshStrategy(sequence_dims=…)."
+            )
         if self._part is not None:
             raise ConfigurationError(
                 "maybe_context_parallel was entered within itself, and would cut its buffers twice: leave the first "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -91,6 +92,15 @@ class SequenceShare:
         return torch.cat([*heads.unbind(0), *reversed(tails.unbind(0))], dim if dim < 0 else dim - 1)
 
 
+class Documents(UserList[list[int]]):
+    """For each sample the first position of each document. Micro-batches split it by sample, as an array."""
+
+    @property
+    def shape(self) -> tuple[int]:
+        """The number of samples."""
+        return (len(self),)
+
+
 @dataclass
 class SequencePart:
     """This rank's part of a batch.
@@ -100,7 +110,7 @@ class SequencePart:
         share: the positions that it holds.
         keys: True for each position of the whole sequence that attention may see, (B, T); None for all of them.
         pads_at_end: True if all others stand at the end of their sequence, where causal attention does not see them.
-        documents: for each sample the first position of each document, if several were packed into one sequence.
+        documents: where each document begins, if several were packed into one sequence.
         uses_masks: True once a model of `transformers` has asked for its mask: attention then keeps to `keys` and
             `documents`. A module that passes masks of its own is left to them.
     """
@@ -109,7 +119,7 @@ class SequencePart:
     share: SequenceShare
     keys: Tensor | None = None
     pads_at_end: bool = False
-    documents: list[list[int]] | None = None
+    documents: Documents | None = None
     uses_masks: bool = False
 
 
@@ -260,13 +270,13 @@ class SequenceCut:
             )
         return mask.bool()
 
-    def _documents(self, entries: Mapping[Key, Any]) -> list[list[int]] | None:
+    def _documents(self, entries: Mapping[Key, Any]) -> Documents | None:
         """Returns where documents begin, if positions begin anew within a sequence and no mask is given."""
         positions = entries.get("position_ids")
         if not self._is_transformer or not isinstance(positions, Tensor) or "attention_mask" in entries:
             return None
         begins = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0), value=True)
-        found: list[list[int]] = [row.nonzero().flatten().tolist() for row in begins.cpu()]
+        found = Documents(row.nonzero().flatten().tolist() for row in begins.cpu())
         return found if any(len(row) > 1 for row in found) else None
 
 

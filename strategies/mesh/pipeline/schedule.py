@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ from leyden.strategies.mesh.pipeline.payload import (
 from leyden.strategies.mesh.pipeline.rng import PipelineRNG
 from leyden.strategies.mesh.pipeline.stage_runner import StageRunner
 from leyden.strategies.micro_batches import MicroBatch
+
+if TYPE_CHECKING:
+    from leyden.strategies.mesh.context.context_parallel import ContextParallel
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -155,6 +159,7 @@ class Pipeline:
         before_backward: called before each backward pass, with True if it is the batch's last on this rank.
         host_group: all ranks of the run, on their CPUs.
         rehearses_with_all: True if all ranks of the run rehearse at the same time; False for those of this pipeline.
+        context: runs micro-batches that are parts of sequences; None if they are whole.
     """
 
     def __init__(
@@ -168,9 +173,10 @@ class Pipeline:
         before_backward: Callable[[bool], None],
         host_group: dist.ProcessGroup,
         rehearses_with_all: bool,
+        context: ContextParallel | None,
     ) -> None:
         self._root, self.cut, self.schedule, self.group, self.device = root, holdings.cut, schedule, group, device
-        self._host_group = host_group
+        self._host_group, self._context = host_group, context
         self._rehearsing = (host_group, torch.device("cpu")) if rehearses_with_all else (group, device)
         """The ranks that rehearse together, and the device of the tensors that they exchange."""
         self.rank = dist.get_rank(group)
@@ -353,6 +359,10 @@ class Pipeline:
         has_failed, *has_nan_by_stage = agreed.tolist()
         if has_failed:
             self._raise_first(error, group)
+        if self._context is not None:
+            # A part may have nan of its own, such as padding that sees nothing.
+            found = torch.tensor(has_nan_by_stage, dtype=torch.uint8, device=self.device)
+            has_nan_by_stage = self._context.gathered(found).amax(0).tolist()
         self.nan_stages = {stage for stage, has_nan in enumerate(has_nan_by_stage) if has_nan}
 
     def _raise_first(self, error: Exception | None, group: dist.ProcessGroup) -> None:
@@ -448,6 +458,13 @@ class Pipeline:
         assert self._running is not None
         self._before_backward(self._running.begin_backward())
 
+    def backward_context(self, index: int) -> AbstractContextManager[None]:
+        """The context of a micro-batch's backward pass, which may recompute its forward pass."""
+        if self._context is None:
+            return nullcontext()
+        assert self._running is not None
+        return self._context.running(self._running.parts[index].batch)
+
 
 class _PreviousStageFailed(LeydenError):
     """Sent to a waiting stage in place of a payload. The failed stage reports the actual error."""
@@ -482,6 +499,10 @@ class _Stage(PipelineStage):
             group=pipeline.group,
         )
         self._pipeline = pipeline
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._pipeline.backward_context(bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         self._pipeline.begin_backward()

@@ -17,6 +17,7 @@ from leyden.core.errors import ConfigurationError
 from leyden.core.tree import widest_float
 from leyden.strategies.fsdp.gradients import clip_by, total_norm
 from leyden.strategies.fsdp.sharding import local
+from leyden.strategies.mesh.context.sequence import SequencePart
 from leyden.strategies.mesh.pipeline.cross_stage_reads import check_cross_stage_reads
 from leyden.strategies.mesh.pipeline.cut import Holdings
 from leyden.strategies.mesh.pipeline.numbers import NumberBroadcast
@@ -27,6 +28,7 @@ from leyden.strategies.micro_batches import MicroBatch, cut, together
 from leyden.strategies.window import BackwardHooks, Window, read_loss, zeroed
 
 if TYPE_CHECKING:
+    from leyden.strategies.mesh.context.context_parallel import ContextParallel
     from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 
 T = TypeVar("T")
@@ -42,6 +44,7 @@ class PipelineSteps:
         schedule: the order in which micro-batches run.
         group: the ranks of the pipeline.
         before_backward: called before each backward pass, with True if it is the batch's last on this rank.
+        context: runs steps on parts of sequences: every batch is then a `SequencePart`. None if sequences are whole.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class PipelineSteps:
         schedule: Schedule,
         group: dist.ProcessGroup,
         before_backward: Callable[[bool], None],
+        context: ContextParallel | None,
     ) -> None:
         self._strategy, self.root, self.holdings, self._group = strategy, root, holdings, group
+        self._context = context
         device = strategy.root_device
         self.rng = PipelineRNG(group, device, strategy.data_rank, holdings.stages)
         host_group = strategy.ranks.host_group
@@ -72,6 +77,7 @@ class PipelineSteps:
             before_backward,
             host_group,
             self._rehearses_with_all,
+            context,
         )
         self._shared = holdings.shared_slots()
         self._divisor = 1.0
@@ -121,17 +127,34 @@ class PipelineSteps:
         check_cross_stage_reads(self.pipeline, self.holdings, rehearse)
         return items
 
+    def rehearse_whole(self, step: Callable[[Any], Any], batch: Any, read: Callable[[Any], T]) -> T | None:
+        """Runs a step forward on a whole batch, without gradients and traces. Every rank of the pipeline must call it.
+
+        Returns:
+            What `read` returned for the step's outputs, on the rank with the last stage; None on the others.
+
+        Raises:
+            ConfigurationError: if `read` raises one. Raised on every rank of the pipeline.
+        """
+        found: T | None = self.pipeline.rehearse(step, MicroBatch(batch, 1, 1.0), read)
+        return found
+
     def _step(self, step_fn: Callable[..., Any], extra: tuple[Any, ...]) -> Callable[[Any], Any]:
         """Returns the user's step as a function of a batch, run in the precision's context."""
-        context = self._strategy.precision.forward_context
+        precision, context = self._strategy.precision.forward_context, self._context
 
         def step(batch: Any) -> Any:
-            if context is None:
+            if precision is None:
                 return step_fn(batch, *extra)
-            with context():
+            with precision():
                 return step_fn(batch, *extra)
 
-        return step
+        def step_in_parts(part: SequencePart) -> Any:
+            assert context is not None
+            with context.running(part):
+                return step(part.batch)
+
+        return step if context is None else step_in_parts
 
     def forward_backward(
         self,
@@ -170,6 +193,8 @@ class PipelineSteps:
             loss, num_items = read_loss(outputs)
             if not part.rows or not counts:
                 return self._strategy.precision.scale_loss(zeroed(loss))
+            if self._context is not None:
+                self._context.count(num_items)
             for hook in hooks.on_before_backward if hooks is not None else ():
                 hook(loss)
             losses.append(loss.detach() if num_items is not None else loss.detach() * part.share)
@@ -178,11 +203,14 @@ class PipelineSteps:
         found = self.pipeline.train(self._step(step_fn, extra), parts, to_loss)
         for after in hooks.on_after_backward if hooks is not None else ():
             after()
+        outputs = together(found, parts, torch.stack(losses).sum()) if self.pipeline.has_last and counts else None
+        if self._context is not None:
+            outputs = self._context.with_totals(outputs)
+        if self._counts_items and outputs is not None:
+            self._items = self._items + outputs["num_items"]
         if window.closes:
             self._close(window)
-        if not (self.pipeline.has_last and counts):
-            return None
-        return together(found, parts, torch.stack(losses).sum())
+        return outputs
 
     def _weighted(self, loss: Tensor, num_items: Tensor | float | None, part: MicroBatch, window: Window) -> Tensor:
         """Returns a micro-batch's loss, weighted by its share of the batch and of the accumulation window."""
@@ -191,7 +219,6 @@ class PipelineSteps:
                 "training_step returned num_items for some batches and not for others: return it always or never."
             )
         if num_items is not None:
-            self._items = self._items + num_items
             return loss / self._divisor
         loss = loss * part.share
         if window.weight != 1.0:
@@ -209,7 +236,8 @@ class PipelineSteps:
         total = torch.zeros((), dtype=widest_float(device), device=device)
         total += items.detach().reshape(()) if isinstance(items, Tensor) else items
         dist.broadcast(total, group=self._group, group_src=self.pipeline.last_rank)
-        window.begin_items(total, self._divisor)
+        # Gradients are averaged over the parts of a sequence, too.
+        window.begin_items(total, self._divisor * self._strategy.layout.cp)
 
     def _sum_tied_gradients(self, parameter: nn.Parameter | None) -> None:
         """Sums the gradients of a parameter that the first and the last stage share."""
