@@ -94,8 +94,8 @@ class _Pass(TorchFunctionMode):
             return value  # type: ignore[no-any-return]
         if value._version != version:
             raise ConfigurationError(
-                "activation checkpointing keeps the tokens that a module of experts received, and their experts, and "
-                "code has changed one of these tensors in place. Write x = x * y in place of x *= y."
+                "activation checkpointing keeps a router's choices and what a module of experts returned, and code has "
+                "changed one of these tensors in place. Write x = x * y in place of x *= y."
             )
         return value.detach()  # type: ignore[return-value]
 

@@ -10,7 +10,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -140,21 +140,18 @@ class ExpertParallel:
             )
         # A recomputation takes from the forward pass what was sent where, and what arrived.
         order, rows_sent, rows_received, received = kept(lambda: self._routed(top_k_index))
-        top_k = top_k_index.shape[1]
         expert = torch.arange(received.shape[1], device=received.device).repeat(self._ranks)
         expert = expert.repeat_interleave(received.flatten(), output_size=sum(rows_received)).unsqueeze(1)  # (R, 1)
-        rows = self._exchange(hidden_states[order // top_k], rows_received, rows_sent)  # (R, D)
+        way = Way(self._group, order, top_k_index.shape[1], rows_sent, rows_received)
         # The module may weight its inputs or its outputs, so the weights travel too.
-        weights = self._exchange(top_k_weights.reshape(-1, 1)[order], rows_received, rows_sent)  # (R, 1)
+        rows, weights = Send.apply(hidden_states, top_k_weights, way)  # type: ignore[no-untyped-call]
         if rows.shape[0]:
             outputs = forward(rows, expert, weights)
         else:
             # A row that counts for nothing, so that every parameter has a gradient, and FSDP's collectives run.
             rows, expert, weights = (torch.cat([t, t.new_zeros(1, t.shape[1])]) for t in (rows, expert, weights))
             outputs = forward(rows, expert, weights)[:0]
-        summed: Tensor = Return.apply(  # type: ignore[no-untyped-call]
-            outputs, rows_sent, rows_received, self._group, order, top_k
-        )
+        summed: Tensor = Return.apply(outputs, way)  # type: ignore[no-untyped-call]
         return summed
 
     def _routed(self, top_k_index: Tensor) -> tuple[Tensor, list[int], list[int], Tensor]:
@@ -169,55 +166,82 @@ class ExpertParallel:
         rows_sent, rows_received = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         return order, rows_sent, rows_received, received
 
-    def _exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        arrived: Tensor = Exchange.apply(rows, received, sent, self._group)  # type: ignore[no-untyped-call]
-        return arrived
+
+class Way(NamedTuple):
+    """The way of (token, expert) pairs to the ranks of their experts.
+
+    Attributes:
+        group: the ranks.
+        order: the order in which pairs are sent, (T·k).
+        top_k: the experts of each token.
+        sent: the number of pairs for each rank.
+        received: the number of pairs from each rank.
+    """
+
+    group: dist.ProcessGroup
+    order: Tensor
+    top_k: int
+    sent: list[int]
+    received: list[int]
+
+    def out(self, tokens: Tensor) -> Tensor:
+        """Sends rows of tokens (T, D). Returns those that arrive, (R, D)."""
+        return _all_to_all(tokens[self.order // self.top_k], self.received, self.sent, self.group)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Sends rows (R, D) back. Returns them in the order of the pairs, (T, k, D)."""
+        returned = _all_to_all(rows, self.sent, self.received, self.group)
+        pairs = torch.empty_like(returned).index_copy_(0, self.order, returned)
+        return pairs.view(-1, self.top_k, pairs.shape[1])
 
 
-class Exchange(torch.autograd.Function):
-    """Sends rows to the ranks of a group, and their gradients back."""
+class Send(torch.autograd.Function):
+    """Sends tokens (T, D) and their weights (T, k) to the experts in one message. Returns (R, D) and (R, 1)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
-        return kept(lambda: _all_to_all(rows, received, sent, group))
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, way: Way) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        ctx.way = way
+
+        def arrived() -> Tensor:
+            pairs = _joined(tokens[way.order // way.top_k], weights.reshape(-1, 1)[way.order])
+            return _all_to_all(pairs, way.received, way.sent, way.group)
+
+        return _parted(kept(arrived), tokens, weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> Any:  # type: ignore[override]
+        pairs = ctx.way.back(_joined(grad_rows, grad_weights))
+        tokens, weights = _parted(pairs, grad_rows, grad_weights)
+        return tokens.sum(1), weights.squeeze(2), None
 
 
 class Return(torch.autograd.Function):
-    """Sends the experts' outputs back to the ranks of their tokens, and adds up the k outputs of each token.
+    """Sends the experts' outputs (R, D) back, and adds up the k outputs of each token, (T, D).
 
-    One function, so that a recomputation keeps the sums (T, D) in place of the outputs (T·k, D).
+    One function, so that a recomputation keeps the sums in place of the outputs (T, k, D).
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        outputs: Tensor,  # (R, D)
-        received: list[int],
-        sent: list[int],
-        group: dist.ProcessGroup,
-        order: Tensor,  # (T·k)
-        top_k: int,
-    ) -> Tensor:
-        ctx.received, ctx.sent, ctx.group, ctx.order, ctx.top_k = received, sent, group, order, top_k
-
-        def summed() -> Tensor:
-            returned = _all_to_all(outputs, received, sent, group)  # (T·k, D)
-            pairs = torch.empty_like(returned).index_copy_(0, order, returned)
-            return pairs.view(-1, top_k, pairs.shape[-1]).sum(1)
-
-        return kept(summed)
+    def forward(ctx: Any, outputs: Tensor, way: Way) -> Tensor:  # type: ignore[override]
+        ctx.way = way
+        return kept(lambda: way.back(outputs).sum(1))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        outputs = _all_to_all(grad[ctx.order // ctx.top_k], ctx.sent, ctx.received, ctx.group)
-        return outputs, None, None, None, None, None
+        return ctx.way.out(grad), None
+
+
+def _joined(rows: Tensor, weights: Tensor) -> Tensor:
+    """Joins the bytes of rows and weights, which may have different dtypes."""
+    return torch.cat([rows.contiguous().view(torch.uint8), weights.contiguous().view(torch.uint8)], -1)
+
+
+def _parted(joined: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Parts what `_joined` has joined, for rows and weights of these widths and dtypes."""
+    width = rows.shape[-1] * rows.itemsize
+    # Copies, since a view of another dtype must begin at a multiple of its size.
+    first, last = (part.clone(memory_format=torch.contiguous_format) for part in joined.tensor_split([width], -1))
+    return first.view(rows.dtype), last.view(weights.dtype)
 
 
 def _all_to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:

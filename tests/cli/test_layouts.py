@@ -275,8 +275,8 @@ def test_experts_get_the_same_number_of_tokens(printed: dict[str, tuple[int, str
     assert status == 0 and "note  tokens are spread evenly over the experts" in text, text
     whole, divided = rows(text)[2:]
     # Of each rank's 3 tokens, the first and the last choose the expert of rank 0. It sends the count of the other
-    # expert, a token with its weight, two outputs, and in backward the gradients of an output and two weights.
-    assert divided[-1] == f"{8 + (8 + 1) * 4 + 2 * 8 * 4 + 8 * 4 + 2 * 4} B" and whole[-1] == "0 B"
+    # expert, a token with its weight, two outputs, and in backward the gradients of an output, two tokens and weights.
+    assert divided[-1] == f"{8 + (8 + 1) * 4 + 2 * 8 * 4 + 8 * 4 + 2 * (8 + 1) * 4} B" and whole[-1] == "0 B"
 
 
 def test_the_layouts_option_lists_every_layout_that_fits(printed: dict[str, tuple[int, str]]) -> None:
