@@ -137,10 +137,10 @@ class MeshStrategy(FSDPStrategy):
                 sequence_padding=sequence_padding,
             )
         for key, dim in (sequence_dims or {}).items() if pp != 1 else ():
-            if dim == 0:
+            if dim is not None and dim < 1:
                 raise ConfigurationError(
-                    f"sequence_dims has {key!r}: 0, and a pipeline splits that dimension into micro-batches: put the "
-                    "samples first, (B, T, …)."
+                    f"a pipeline splits the first dimension into micro-batches, and sequence_dims has {key!r}: {dim}: "
+                    "put the samples first, (B, T, …), and count dimensions from 0."
                 )
         if kwargs.get("device_mesh") is not None:
             raise ConfigurationError(

@@ -186,6 +186,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "fp8": ("train.py:Net", "--tp", "2", "--precision", "fp8"),
     "tokens": ("train.py:Net", "--batch-size", "2", "--seq-len", "4"),
     "some fit": ("train.py:Net", "--tp", "1,2", "--ranks", "2", "--memory", "5KiB"),
+    "may fit": ("train.py:ReadsValues", "--tp", "2", "--memory", "1GiB"),
     "none fits": ("train.py:Net", "--tp", "1,2", "--ranks", "2", "--memory", "2KiB"),
     "none fits without a mesh": ("train.py:Net", "--ranks", "1,2", "--memory", "2KB"),
     "an unknown size": ("train.py:Net", "--tp", "2", "--memory", "lots"),
@@ -206,8 +207,8 @@ def bytes_on_simulated_ranks() -> tuple[dict[str, tuple[int, ...]], int]:
         with torch.device("meta"):
             module = DropoutGPT()
         row = Training(module, plan, TracedBatch(batch(), "")).on(layout, precision)
-        assert not row.notes and row.activations is not None
-        found[name] = (row.memory.weights, row.memory.gradients, row.memory.optimizer, row.activations)
+        assert not row.notes and row.step is not None
+        found[name] = (row.memory.weights, row.memory.gradients, row.memory.optimizer, row.step.activations)
     counted, module = SavedBytes(), DropoutGPT()
     with counted.counting():
         module.training_step(batch(), 0)
@@ -268,6 +269,8 @@ def test_a_budget_marks_the_rows_that_fit(printed: dict[str, tuple[int, str]]) -
     assert status == 0 and "fits 5.0 KiB" in text, text
     assert [row[-1] for row in rows(text)[:2]] == ["no", "yes"]
     assert rows(printed["none fits"][1])[0][-1] == "no"
+    # Its activations, which could not be traced, come on top.
+    assert rows(printed["may fit"][1])[0][-1] == "unknown"
 
 
 def test_experts_get_the_same_number_of_tokens(printed: dict[str, tuple[int, str]]) -> None:

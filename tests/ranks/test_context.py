@@ -331,6 +331,16 @@ class Shifts(Positions):
         return {"loss": loss, "num_items": labels.numel()}
 
 
+class EmptyPart(Positions):
+    """Multiplies a mean over labels by their number, which is nan on a rank whose part has none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        places = sequence_positions(batch[0].shape[1])
+        labels = batch[1].masked_fill((places > 1) & (places < 6), -100).flatten()
+        count = int((labels != -100).sum())
+        return {"loss": F.cross_entropy(self(batch[0]).flatten(0, 1), labels) * count, "num_items": count}
+
+
 class Sums(Positions):
     """Mixes each position with those before it."""
 
@@ -397,6 +407,7 @@ MISTAKES: list[tuple[type[GPT], dict[str, Any], dict[str, Any], str]] = [
     (Mean, DIMS, {}, "context parallelism needs losses by items"),
     (GPT, DIMS, {}, "the loss of a sequence's parts is"),
     (Shifts, DIMS, {}, "num_items of the parts of a sequence add up to"),
+    (EmptyPart, DIMS, {}, "the loss of a sequence's parts is nan"),
     (Sums, DIMS, {}, "the loss of a sequence's parts is"),
     (ZeroHead, DIMS, {}, "the loss of a sequence's parts is"),
     (Weights, DIMS, {}, "the loss of a sequence's parts is"),
@@ -547,10 +558,11 @@ class LogsOwnPart(LongGPT):
 
 
 def log_apart() -> list[str]:
-    """Returns the ends of a fit in which the second rank logs nothing, and of one in which it logs less."""
-    names = [["few"], [], *([f"value {number}" for number in range(count)] for count in (40, 3))]
+    """Returns the ends of a fit in which the second rank logs nothing, and of those in which it logs less."""
+    # With the two of every step, 64 values are as many as one message takes.
+    names = [["few"], [], *([f"value {number}" for number in range(count)] for count in (40, 3, 70, 62))]
     found = []
-    for own, other in (names[:2], names[2:]):
+    for own, other in zip(names[::2], names[1::2], strict=True):
         trainer = Trainer(strategy=MeshStrategy(dp_shard=1, cp=2, **DIMS), max_epochs=1, **QUIET)
         module = LogsOwnPart(own if int(os.environ["RANK"]) else other)
         with pytest.raises((ConfigurationError, SystemExit)) as error:
@@ -565,6 +577,36 @@ def test_values_that_some_ranks_of_a_cp_group_log_are_refused() -> None:
         named = ["the ranks of a cp group called self.log with different names" in text for text in texts_of_ranks]
         assert any(named)
         assert all(is_named or text == "1" for is_named, text in zip(named, texts_of_ranks, strict=True))
+
+
+class LogsMuch(LongGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("whole", torch.tensor(3 + int(os.environ["RANK"])), batch_size=1)
+        is_empty = os.environ["RANK"] == "1"
+        self.log("most", math.nan if is_empty else 2.0, batch_size=0 if is_empty else 1, reduce_fx="max")
+        self.log("true", torch.tensor(True), reduce_fx="sum", on_step=False, on_epoch=True)
+        for number in range(70):
+            self.log(f"value {number}", float(number))
+        return super().training_step(batch, batch_idx)
+
+
+def log_much() -> dict[str, float]:
+    """Returns the metrics of a fit whose second batch has no label."""
+    strategy = MeshStrategy(dp_shard=1, cp=2, sequence_dims={0: -1, 1: -1}, sequence_padding={0: 0, 1: -100})
+    trainer = Trainer(strategy=strategy, max_epochs=1, **QUIET)
+    tokens, labels = texts(8).tensors
+    labels[4:] = -100
+    trainer.fit(LogsMuch(counts_items=True), DataLoader(TensorDataset(tokens, labels), 4))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_numbers_without_labels_and_whole_numbers_are_logged_as_they_are() -> None:
+    for metrics in run_world(2, log_much):
+        assert metrics["whole"] == 3.5
+        assert metrics["most"] == 2
+        assert metrics["true"] == 4
+        assert [metrics[f"value {number}"] for number in range(70)] == list(range(70))
+        assert math.isnan(metrics["loss_step"])
 
 
 class Totals(LongGPT):

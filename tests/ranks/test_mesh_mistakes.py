@@ -72,7 +72,7 @@ def a_size_of_zero(module: GPT) -> MeshStrategy:
     return MeshStrategy(tp=0, plan=PLAN)
 
 
-@mistake("sequence_dims has 'x': 0, and a pipeline splits that dimension into micro-batches: put the samples first")
+@mistake("a pipeline splits the first dimension into micro-batches, and sequence_dims has 'x': 0: put the samples")
 def a_pipeline_on_parts_of_samples(module: GPT) -> MeshStrategy:
     return MeshStrategy(dp_shard=1, cp=2, pp=2, sequence_dims={"x": 0})
 

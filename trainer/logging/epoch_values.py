@@ -28,7 +28,7 @@ T = TypeVar("T")
 HEADER = 4
 """Length of a message's header, in numbers: data rank, digest of the keys, message length, bytes of metric states."""
 COLUMNS = 64
-"""Values per message of a step on parts of sequences, or a multiple: ranks that log other names send as many."""
+"""Values per message of a step on parts of sequences. If they do not fit, all ranks agree on a multiple first."""
 FIRST_CAPACITY = 1024
 """Initial capacity of a message, in numbers (8 KiB). If a message does not fit, it is sent again with more capacity."""
 
@@ -101,8 +101,9 @@ class EpochValues:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._capacity = FIRST_CAPACITY
+        self._columns = COLUMNS
         self._headed: dict[tuple[str, ...], Tensor] = {}
-        """Messages of a step without its values: zeros, and digests of the names. By the names."""
+        """Messages of a step without its values: zeros, and a digest of the names. By the names."""
         self._differ: Tensor | None = None
         """On the device, whether ranks with parts of the same sequences have logged other names."""
         self._output_ranks = strategy.outputs.on_ranks(strategy.ranks)
@@ -136,37 +137,53 @@ class EpochValues:
         """
         outputs, device = self._strategy.outputs, self._strategy.root_device
         own = [(entry, value) for entry, values in logged.items() for value in values]
-        numbers = self._begun(tuple(f"{entry.event} {entry.name}" for entry, _ in own), device)
+        names = tuple(f"{entry.event} {entry.name}" for entry, _ in own)
+        if len(names) > self._columns:
+            # Ranks that log less send the usual message now, and all others read back that there are none of these.
+            self._gather_parts(self._begun(names, device), logged)
+            self._check_names([entry.name for entry in logged])
+            self._columns = COLUMNS * math.ceil(len(names) / COLUMNS)
+            self._headed.clear()
+        numbers = self._begun(names, device)
         for i, (_, one) in enumerate(own):
             numbers[0, i].add_(one.value)
             numbers[1, i].add_(one.size if one.is_given else outputs.weight_of(one.micro_batch))
-        parts = outputs.of_all_parts(numbers)
-        differ = (parts[:, 2] != parts[0, 2]).any()
-        self._differ = differ if self._differ is None else self._differ | differ
-        if differ.is_cpu:
-            self._check_names([entry.name for entry in logged])
+        parts = self._gather_parts(numbers, logged)
         columns = torch.split(parts[:, :2, : len(own)], [len(values) for values in logged.values()], 2)
         found: list[tuple[Value, Value]] = []
         for (entry, micro_values), column in zip(logged.items(), columns, strict=True):
             values, weights = column.unbind(1)
             total = weights.sum()
-            # A part without a label has a mean of nan and a weight of 0.
-            mean = torch.where(weights > 0, values * weights, 0.0).sum() / total
-            reduced = {"sum": values.sum(), "max": values.amax(), "min": values.amin()}
+            # A part without a label has a mean of nan and a weight of 0. If none has a label, all count alike.
+            weighted = torch.where(weights > 0, values * weights, 0.0).sum() / total
+            mean = torch.where(total > 0, weighted, values.mean())
+            counted = torch.where((weights > 0) | ~values.isnan(), values, mean)
+            reduced = {"sum": values.sum(), "max": counted.amax(), "min": counted.amin()}
             value = reduced.get(entry.reduce_fx, mean)
             first = micro_values[0]
             size = total if first.is_given else sum(own.size for own in micro_values)
-            found.append((value.to(first.value.dtype) if isinstance(first.value, Tensor) else value, size))
+            # The mean of whole numbers is none.
+            if isinstance(first.value, Tensor) and first.value.is_floating_point():
+                value = value.to(first.value.dtype)
+            found.append((value, size))
         return found
 
+    def _gather_parts(self, numbers: Tensor, logged: Mapping[Entry, Any]) -> Tensor:
+        """Returns the messages of all ranks with parts of the same sequences, (ranks, 3, columns)."""
+        parts = self._strategy.outputs.of_all_parts(numbers)
+        differ = (parts[:, 2] != parts[0, 2]).any()
+        self._differ = differ if self._differ is None else self._differ | differ
+        if differ.is_cpu:
+            self._check_names([entry.name for entry in logged])
+        return parts
+
     def _begun(self, names: tuple[str, ...], device: torch.device) -> Tensor:
-        """Returns a message for the values of these names: rows of zeros for values and weights, and of digests."""
+        """Returns a message for the values of these names: rows of zeros for values and weights, and of a digest."""
         if names not in self._headed:
-            width = COLUMNS * max(1, math.ceil(len(names) / COLUMNS))
+            message = torch.zeros(3, self._columns, dtype=widest_float(device), device=device)
             # 24 bits, which float32 holds too.
-            digests = [zlib.crc32(name.encode()) % 2**24 + 1 for name in names] + [0] * (width - len(names))
-            rows = [[0] * width, [0] * width, digests]
-            self._headed[names] = torch.tensor(rows, dtype=widest_float(device), device=device)
+            message[2] = zlib.crc32(repr(names).encode()) % 2**24
+            self._headed[names] = message
         return self._headed[names].clone()
 
     def _check_names(self, names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -220,12 +221,14 @@ def table(
 
 
 def with_budget(
-    rows: Sequence[tuple[str, ...]], totals: Sequence[int], budget: int | None
+    rows: Sequence[tuple[str, ...]], totals: Sequence[int], budget: int | None, lacks: Sequence[bool] = ()
 ) -> Sequence[tuple[str, ...]]:
-    """Adds a column to a table: whether the total of each row fits into the budget."""
+    """Adds a column to a table: whether the total of each row fits into the budget. `lacks`: if more comes on top."""
     if budget is None:
         return rows
-    marks = [f"fits {size_of(budget)}", *("yes" if total <= budget else "no" for total in totals)]
+    marks = [f"fits {size_of(budget)}"]
+    for total, is_least in itertools.zip_longest(totals, lacks, fillvalue=False):
+        marks.append("no" if total > budget else "unknown" if is_least else "yes")
     return [(*row, mark) for row, mark in zip(rows, marks, strict=True)]
 
 

@@ -261,7 +261,7 @@ def table(rows: Sequence[Row], budget: int | None = None) -> list[str]:
         parts = (memory.weights, memory.gradients, memory.optimizer, memory.passing)
         kept, more = ("-", " + activations") if row.step is None else (size_of(row.step.activations), "")
         cells.append((*_names(row), *map(size_of, parts), kept, size_of(row.total) + more))
-    return aligned(with_budget(cells, [row.total for row in rows], budget))
+    return aligned(with_budget(cells, [row.total for row in rows], budget, [row.step is None for row in rows]))
 
 
 def sent(rows: Sequence[Row]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -43,7 +44,7 @@ CAUSES = (
     "leyden.strategies.sequence_positions(length) in place of torch.arange, call attention as "
     "torch.nn.functional.scaled_dot_product_attention (nn.MultiheadAttention does with need_weights=False), and shift "
     "labels before the batch is cut (a model of transformers that shifts them itself takes them as 'shift_labels'). A "
-    "convolution or a sum over the sequence cannot be cut."
+    "convolution or a sum over the sequence cannot be cut, and a mean over labels is nan in a part that has none: sum."
 )
 
 
@@ -301,7 +302,8 @@ class ContextParallel:
                 f"first {length} positions). A step that shifts labels loses one at the end of each part: shift them "
                 "before the batch is cut, in the data set or the collate function, and return the labels unshifted."
             )
-        if abs(loss - whole) > self._tolerance * max(abs(whole), 1e-3 * max(items, 1.0)):
+        differs = abs(loss - whole) > self._tolerance * max(abs(whole), 1e-3 * max(items, 1.0))
+        if differs or math.isnan(loss) != math.isnan(whole):
             raise ConfigurationError(
                 f"the loss of a sequence's parts is {loss:.6g}, and that of the whole {whole:.6g} (the sum over its "
                 f"first {length} positions): {CAUSES}"

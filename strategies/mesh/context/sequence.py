@@ -207,9 +207,9 @@ class SequenceCut:
         """Returns the length of the sequences in a batch."""
         lengths: dict[Key, int] = {}
         for key, dim, whole in self._sequences(entries):
-            if whole.ndim <= dim:
+            if not 0 <= dim < whole.ndim:
                 raise ConfigurationError(
-                    f"sequence_dims has {key!r}: {dim}, and that tensor of the batch has the shape "
+                    f"sequence_dims has {key!r}: {self._dimensions[key]}, and that tensor of the batch has the shape "
                     f"{tuple(whole.shape)}. Name its sequence dimension, or None to keep it whole on each rank."
                 )
             lengths[key] = whole.shape[dim]
@@ -239,7 +239,7 @@ class SequenceCut:
         for key, value in entries.items():
             dim = self._dimensions.get(key)
             if dim is not None and isinstance(value, Tensor):
-                yield key, dim, value
+                yield key, dim + value.ndim if dim < 0 else dim, value
 
     def _map(self, entries: Mapping[Key, Any], function: Any) -> dict[Key, Any]:
         return {**entries, **{key: function(key, whole, dim) for key, dim, whole in self._sequences(entries)}}
