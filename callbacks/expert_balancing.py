@@ -218,7 +218,13 @@ class _Layer:
         if not self._is_counted(module):
             return
         self.counted += 1
-        index = (args[1] if len(args) > 1 else kwargs["top_k_index"]).detach().flatten()
+        chosen = args[1] if len(args) > 1 else kwargs.get("top_k_index")
+        if chosen is None:
+            raise ConfigurationError(
+                f"ExpertBalancing: {type(module).__name__} gets the experts of each token neither as its second "
+                "argument nor by the name top_k_index. Write experts(hidden_states, top_k_index, top_k_weights)."
+            )
+        index = chosen.detach().flatten()
         if self.counts is None:
             self.counts = index.new_zeros(self.experts, dtype=torch.long)
         self.counts.index_add_(0, index.long(), torch.ones_like(index, dtype=torch.long))

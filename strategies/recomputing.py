@@ -77,8 +77,9 @@ class _Pass(TorchFunctionMode):
             return self._top_k(func, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def _top_k(self, func: Any, input: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
-        index = self.keep(lambda: func(input.detach(), k, dim, **options).indices)
+    def _top_k(self, func: Any, input: Tensor, *args: Any, **options: Any) -> Any:
+        index = self.keep(lambda: func(input.detach(), *args, **options).indices)
+        dim = args[1] if len(args) > 1 else options.get("dim", -1)
         return torch.return_types.topk((input.gather(dim, index), index))
 
     def keep(self, compute: Callable[[], T]) -> T:

@@ -128,18 +128,17 @@ def router_correction(
     """
     from leyden.strategies import balance_loss
 
-    base, aux, layers = base_model(model), outputs.aux_loss, outputs.router_logits
+    base, aux, layers = base_model(model), getattr(outputs, "aux_loss", None), getattr(outputs, "router_logits", None)
+    top_k = getattr(base.config.get_text_config(), "num_experts_per_tok", 0)
+    if aux is None or not layers or not top_k:
+        raise _balances_differently(base)
     logits = torch.cat([layer.flatten(0, -2) for layer in layers])
     probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-    indices = probabilities.topk(base.config.get_text_config().num_experts_per_tok).indices
+    indices = probabilities.topk(top_k).indices
     counted = None if mask is None else mask.flatten().repeat(len(layers))
     local = balance_loss(probabilities, indices, None, counted) if checks else None
     if local is not None and not torch.isclose(local, aux.to(local.dtype), rtol=0.05):
-        raise ConfigurationError(
-            f"{type(base).__name__} computes the balance loss of its experts in another way than Mixtral, and on "
-            "several ranks it would be that of each rank's tokens. Set model.router_aux_loss_coef = 0, and add "
-            "balance_loss (from leyden.strategies) in a training_step of your own."
-        )
+        raise _balances_differently(base)
     balance = balance_loss(probabilities, indices, strategy, counted)
     tokens = probabilities.new_tensor(len(logits) / len(layers)) if mask is None else mask.sum().to(balance.dtype)
     own = torch.stack([tokens, items.to(balance.dtype)])
@@ -148,6 +147,14 @@ def router_correction(
     share = tokens / every[0] * every[1] / items.clamp(min=1)
     correction: Tensor = router_loss_weight(model) * (balance * share - aux)
     return correction
+
+
+def _balances_differently(base: nn.Module) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(base).__name__} computes the balance loss of its experts in another way than Mixtral, and on several "
+        "ranks it would be that of each rank's tokens. Set model.router_aux_loss_coef = 0, and add balance_loss (from "
+        "leyden.strategies) in a training_step of your own."
+    )
 
 
 class ChunkedHead(nn.Linear):

@@ -17,6 +17,9 @@ from leyden.core.errors import ConfigurationError
 from leyden.strategies.base import Strategy
 from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 
+PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.einsum)
+"""The functions by which a router may compute its logits."""
+
 
 def balance_loss(
     probabilities: Tensor, indices: Tensor, strategy: Strategy | None = None, mask: Tensor | None = None
@@ -76,10 +79,11 @@ def _check(strategy: Strategy) -> None:
 def routers_in_float32(module: nn.Module, names: Collection[str] = ("router", "gate")) -> list[str]:
     """Makes routers compute their logits in float32 under every precision, and returns the names of these routers.
 
-    Rounded to bfloat16, logits that differ become equal, and ties decide about experts. Without this, routers of
-    `transformers` have logits in 16 bits under mixed precision, and only their softmax in float32. What a router
-    returns is float32 too, and in float64 nothing changes. Under FSDP the weights are gathered in 16 bits, and the
-    logits are computed from the rounded weights in float32.
+    Logits are those of a linear layer or a matrix product: `@`, `matmul`, `mm` or `einsum`. Rounded to bfloat16, logits
+    that differ become equal, and ties decide about experts. Without this, routers of `transformers` have logits in 16
+    bits under mixed precision, and only their softmax in float32. What a router returns is float32 too, and in float64
+    nothing changes. Under FSDP the weights are gathered in 16 bits, and the logits are computed from the rounded
+    weights in float32.
 
     Call it once the module is built, before the run.
 
@@ -109,7 +113,7 @@ def routers_in_float32(module: nn.Module, names: Collection[str] = ("router", "g
 
         @functools.wraps(own)
         def forward(self: nn.Module, *args: Any, _own: Any = own, **kwargs: Any) -> Any:
-            with torch.autocast(next(self.parameters()).device.type, enabled=False), _Float32Linear():
+            with torch.autocast(next(self.parameters()).device.type, enabled=False), _Float32Products():
                 return _own(self, *args, **kwargs)
 
         # A bound method, so that a deep copy of the model is bound to the copy.
@@ -117,11 +121,11 @@ def routers_in_float32(module: nn.Module, names: Collection[str] = ("router", "g
     return list(routers)
 
 
-class _Float32Linear(TorchFunctionMode):
-    """Computes linear layers in float32 or wider."""
+class _Float32Products(TorchFunctionMode):
+    """Computes linear layers and matrix products in float32 or wider."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
+        if func in PRODUCTS:
             args = tuple(_widened(value) for value in args)
             kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))

@@ -156,7 +156,7 @@ class ExpertParallel:
 
     def _routed(self, top_k_index: Tensor) -> tuple[Tensor, list[int], list[int], Tensor]:
         """Returns the order in which pairs are sent, the rows to and from each rank, and from each for each expert."""
-        chosen = top_k_index.reshape(-1)  # (T·k)
+        chosen = top_k_index.reshape(-1).long()  # (T·k)
         # Ranks hold contiguous ranges of experts, so pairs in the order of experts are in the order of ranks too.
         order = chosen.argsort(stable=True)
         sent = torch.zeros(self._experts, dtype=torch.long, device=chosen.device)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET
-from ranks.mixture import TOKENS, TOP_K, Mixture, data
+from ranks.mixture import TOKENS, TOP_K, WIDTH, Experts, Mixture, data
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from leyden import Trainer
+from leyden import Trainer, TrainModule
 from leyden.callbacks import Callback, ExpertBalancing, TensorBoardLogger
 from leyden.core.errors import ConfigurationError
 from leyden.strategies import MeshStrategy
@@ -43,7 +43,7 @@ class Seen(Callback):
         self.biases.append(module.blocks[0].expert_bias.clone())
 
 
-def fit(module: Mixture, *callbacks: Callback, **arguments: Any) -> Trainer:
+def fit(module: TrainModule, *callbacks: Callback, **arguments: Any) -> Trainer:
     trainer = Trainer(**{**QUIET, "max_epochs": 1, **arguments}, callbacks=list(callbacks))
     loader = DataLoader(data(16), 4)
     trainer.fit(module, loader, loader if "limit_val_batches" in arguments else None)
@@ -117,6 +117,28 @@ class Unbiased(Mixture):
             block.expert_bias = torch.nn.Parameter(bias.clone())
 
 
+class Named(TrainModule):
+    """Calls its experts with a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Renamed(4, has_bias=False, scales_inputs=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = torch.nn.functional.one_hot(batch[0].flatten() % WIDTH, WIDTH).float()
+        index = batch[0].flatten()[:, None] % 4
+        outputs: Tensor = self.experts(tokens, weights=torch.ones_like(tokens[:, :1]), chosen=index)
+        return outputs.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Renamed(Experts):
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, chosen, weights)
+
+
 def pipelined(callback: ExpertBalancing) -> None:
     callback.on_fit_start(Trainer(**QUIET, strategy=MeshStrategy(pp=2, dp_shard=1)), Mixture())
 
@@ -128,6 +150,7 @@ MISTAKES: dict[str, Any] = {
     "next to 'blocks.0.experts', and there is none": lambda: fit(Unbiased(), ExpertBalancing(RATE)),
     "is torch.bfloat16, which rounds": lambda: fit(Mixture(), ExpertBalancing(RATE), precision="bf16-true"),
     "ran in training_step without gradients": lambda: fit(Reentrant(), ExpertBalancing(RATE)),
+    "gets the experts of each token neither": lambda: fit(Named(), ExpertBalancing()),
     "ExpertBalancing with pp=2": lambda: pipelined(ExpertBalancing()),
 }
 

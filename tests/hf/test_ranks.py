@@ -131,3 +131,12 @@ def test_a_balance_loss_of_another_kind_is_refused() -> None:
     outputs.aux_loss = 2 * outputs.aux_loss
     with pytest.raises(ConfigurationError, match="MixtralForCausalLM computes the balance loss"):
         router_correction(model, outputs, None, torch.tensor(4), SingleDeviceStrategy(), checks=True)
+
+
+def test_a_model_without_the_names_of_a_balance_loss_is_refused() -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "num_experts": 4}
+    config = transformers.SwitchTransformersConfig(**sizes, decoder_start_token_id=0, output_router_logits=True)
+    model, ids = transformers.SwitchTransformersForConditionalGeneration(config), torch.arange(2, 10)[None]
+    outputs = model(input_ids=ids, labels=ids)
+    with pytest.raises(ConfigurationError, match="Set model.router_aux_loss_coef = 0"):
+        router_correction(model, outputs, None, torch.tensor(4), SingleDeviceStrategy(), checks=True)

@@ -74,8 +74,9 @@ class Block(nn.Module):
             # Those of a recomputation differ from those of the forward pass.
             own = self.noises[torch._C._current_graph_task_id() != -1]
             scores = scores + self.drift * torch.rand(scores.shape, generator=own).to(scores.dtype)
-        index = scores.topk(TOP_K).indices
+        index = scores.topk(TOP_K, 1, True).indices
         weights = probabilities.gather(1, index)
+        index = index.int() if self.experts.scales_inputs else index
         return x + self.experts(tokens, index, weights).view_as(x), probabilities
 
 
@@ -85,7 +86,8 @@ class Mixture(TrainModule):
     Args:
         experts: number of experts in each block.
         has_bias: whether an expert has a bias.
-        scales_inputs: whether routing weights scale the experts' inputs rather than their outputs.
+        scales_inputs: whether routing weights scale the experts' inputs rather than their outputs, and the numbers of
+            experts are int32.
         starved: the number of experts, from the first one, that no token chooses.
         jitter: the standard deviation of noise on the routers' inputs.
         drift: the size of noise on the scores by which routers choose, from generators that no recomputation restores.

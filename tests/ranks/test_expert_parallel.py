@@ -334,6 +334,33 @@ def test_routers_of_transformers_have_16_bit_logits_under_mixed_precision_unless
         routers_in_float32(model, ("router",))
 
 
+LOGITS_BY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": nn.functional.linear,
+    "@": lambda x, weight: x @ weight.T,
+    "matmul": lambda x, weight: torch.matmul(x, weight.T),
+    "mm": lambda x, weight: x.mm(weight.T),
+    "einsum": lambda x, weight: torch.einsum("td,ed->te", x, weight),
+}
+
+
+class Router(nn.Module):
+    def __init__(self, logits: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.logits, self.weight = logits, nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x, self.weight)
+
+
+@pytest.mark.parametrize("how", LOGITS_BY)
+def test_a_router_of_ones_own_has_float32_logits(how: str) -> None:
+    model = nn.ModuleDict({"router": Router(LOGITS_BY[how])}).bfloat16()
+    routers_in_float32(model)
+    x = torch.randn(3, WIDTH, dtype=torch.bfloat16)
+    expected = nn.functional.linear(x.float(), model["router"].weight.float())
+    torch.testing.assert_close(model["router"](x), expected)
+
+
 class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
