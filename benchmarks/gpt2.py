@@ -237,7 +237,7 @@ def peaks(size: Size) -> Peaks:
     batch = TracedBatch(next(iter(size.loader(1))), "")
     estimated = memory(size.model(), "single_device", 1, PRECISION, "adamw").total
     row = Training(size.model(), None, batch).on(Layout(1, 1, 1), PRECISION)
-    activations = row.activations or "; ".join(row.notes)
+    activations = row.step.activations if row.step is not None else "; ".join(row.notes)
     gc.collect()
     if size.device == "cuda":
         before = torch.cuda.memory_allocated()

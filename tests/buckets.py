@@ -38,7 +38,8 @@ class Server:
         cuts: returns True for a request in which the server closes the connection.
         refuses: returns a status and the body of an answer for a request that it does not carry out; else None.
         is_conditional: whether the server heeds the condition of a request, If-None-Match.
-        after: called once a request is carried out and before it is answered, with its method and path.
+        before: called before a request is carried out, with its method and path.
+        after: called once a request is carried out and before it is answered, likewise.
         environ: the variables with which a process finds the server.
     """
 
@@ -50,6 +51,7 @@ class Server:
         self.cuts: Callable[[str, str], bool] = lambda method, path: False
         self.refuses: Callable[[str, str], tuple[str, bytes] | None] = lambda method, path: None
         self.is_conditional = True
+        self.before: Callable[[str, str], object] = lambda method, path: None
         self.after: Callable[[str, str], object] = lambda method, path: None
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
@@ -75,6 +77,7 @@ class Server:
             return [refusal[1]]
         if not self.is_conditional:
             environ.pop("HTTP_IF_NONE_MATCH", None)
+        self.before(method, path)
         if self.loses(method, path):
             list(self._app(environ, lambda status, headers: None))
             start("503 Slow Down", [("Content-Length", "0")])

@@ -530,7 +530,10 @@ class MeshStrategy(FSDPStrategy):
         holdings: Holdings = module.__dict__["_leyden_holdings"]
         holdings.protect(module)
         self.master_weights = StageWeights(group, holdings.absent)
-        return PipelineSteps(self, module, holdings, self.schedule, group, self._begin_backward, self._context)
+        steps = PipelineSteps(self, module, holdings, self.schedule, group, self._begin_backward, self._context)
+        # A fit that goes on from the latest one draws other numbers than that one did.
+        steps.rng.resume_after(self._pipeline_batches)
+        return steps
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         if self._pipeline is not None and module is self._pipeline.root:
