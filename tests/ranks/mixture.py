@@ -51,7 +51,7 @@ class Block(nn.Module):
         self, experts: int, has_bias: bool, scales_inputs: bool, starved: int, jitter: float, drift: float
     ) -> None:
         super().__init__()
-        self.starved, self.jitter, self.drift = starved, jitter, drift
+        self.starved, self.jitter, self.drift, self.narrow = starved, jitter, drift, scales_inputs
         self.noises = [torch.Generator().manual_seed(seed) for seed in range(2)] if drift else []
         self.expert_bias: Tensor
         self.register_buffer("expert_bias", torch.zeros(experts))
@@ -76,7 +76,7 @@ class Block(nn.Module):
             scores = scores + self.drift * torch.rand(scores.shape, generator=own).to(scores.dtype)
         index = scores.topk(TOP_K, 1, True).indices
         weights = probabilities.gather(1, index)
-        index = index.int() if self.experts.scales_inputs else index
+        index = index.int() if self.narrow else index
         return x + self.experts(tokens, index, weights).view_as(x), probabilities
 
 
