@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.optim import SGD, Optimizer
+from torch.utils._pytree import tree_flatten
 
 from leyden.callbacks.base import Callback
 from leyden.core.errors import ConfigurationError
@@ -43,6 +45,10 @@ INSTEAD = "Leave compile out, and pass torch.compile(module) to fit, which compi
 
 IDENTITIES = ("MODULE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "ID_MATCH")
 """Guards that a module, class or function is the same object."""
+FORMS = ("TYPE_MATCH", "TENSOR_MATCH", "DICT_KEYS_MATCH", "DICT_CONTAINS", "NOT_PRESENT_IN_GENERIC_DICT")
+"""Guards on types, dtypes, shapes and keys."""
+STATE = re.compile(r"optimizers\[\d+\]\.state\.by_id(\[[^][]+\])*")
+"""Dynamo's names of the entries in an optimizer's state, but for what is in objects of other classes."""
 LIBRARY_GLOBALS = ("G['torch']", "G['__import_torch_dot_", "G['__import_leyden_dot_", "G['__builtins_dict__")
 """How dynamo's names of torch's, Leyden's and Python's own globals start."""
 
@@ -104,7 +110,8 @@ class CompiledStep(AutomaticStep):
         assert run.traced is not None
         self.fit = run  # `run` is a method.
         self.rates, self.traced = Rates(self.optimizers), list(map(traceable, self.optimizers))
-        step = run.traced.around(torch.compile(self._traceable(), fullgraph=True, **_options(run.arguments.compile)))
+        arguments = _options(run.arguments.compile, self._kept_guards)
+        step = run.traced.around(torch.compile(self._traceable(), fullgraph=True, **arguments))
         self.compiled = step if run.profiler is None else run.profiler.wrap("training_step", step)
 
     def _traceable(self) -> Callable[..., Any]:
@@ -140,6 +147,12 @@ class CompiledStep(AutomaticStep):
         step.__code__ = step.__code__.replace()
         return step
 
+    def _kept_guards(self, guards: Sequence[GuardFilterEntry]) -> list[bool]:
+        """Chooses the guards of a graph, which is new: its first step may add to the states."""
+        for optimizer in self.traced:
+            optimizer.state.unsettle()
+        return kept_guards(guards)
+
     def begin(self) -> None:
         for optimizer in self.optimizers:
             hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
@@ -168,6 +181,9 @@ class CompiledStep(AutomaticStep):
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 self._explain(error, batch, extra)
                 raise
+        for traced in self.traced:
+            if not traced.state.is_settled:
+                traced.state.settle()
         self.hooks.current = ""
         self.has_stepped = True
         self.progress.count_window(stepped=True)
@@ -250,17 +266,50 @@ class States:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self.by_id = {id(parameter): state for parameter, state in optimizer.state.items()}
+        self.by_id: dict[int, Any] = {}
+        self.form = ""
+        """A name for the entries' types, shapes and dtypes. The graph checks it in place of each entry's."""
+        self.is_settled = False
+        """True once a step has left the form as it was: further steps of its graph do, too."""
+        self._forms: list[Any] = []
+        self._read()
 
     def refresh(self) -> None:
         """Follows entries that were added or replaced since the last step."""
         states, known = self._optimizer.state, self.by_id
         if len(states) != len(known) or not all(map(operator.is_, states.values(), known.values())):
-            self.by_id = {id(parameter): state for parameter, state in states.items()}
+            self._read()
+            self.is_settled = False
+
+    def unsettle(self) -> None:
+        """Expects that the next step adds entries or changes their form."""
+        self.is_settled = False
+
+    def settle(self) -> None:
+        """Follows what a step has changed."""
+        form = self.form
+        self._read()
+        self.is_settled = self.form == form
+
+    def _read(self) -> None:
+        self.by_id = {id(parameter): state for parameter, state in self._optimizer.state.items()}
+        leaves, tree = tree_flatten(self.by_id)
+        form = (tree, list(map(_form, leaves)))
+        if form not in self._forms:
+            self._forms.append(form)
+        # torch.compile makes numbers that change symbols of a graph, and checks that text is equal.
+        self.form = f"form {self._forms.index(form)}"
 
     def __getitem__(self, parameter: Tensor) -> Any:
         place = id(parameter)
-        return self.by_id[place] if place in self.by_id else self._optimizer.state[parameter]
+        return self.by_id[place] if self.form and place in self.by_id else self._optimizer.state[parameter]
+
+
+def _form(entry: Any) -> Any:
+    """Returns what torch.compile builds a graph on, of an entry of an optimizer's state."""
+    if not isinstance(entry, Tensor):
+        return type(entry)
+    return type(entry), entry.dtype, entry.shape, entry.stride(), entry.device, entry.requires_grad
 
 
 def traceable(optimizer: Optimizer) -> Any:
@@ -304,22 +353,31 @@ def make_state(optimizer: Optimizer) -> None:
                 optimizer.state[parameter]["step"] = count.double()
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of torch.compile, with `ExplicitAlpha` and `kept_guards` among inductor's options."""
+def _options(given: Mapping[str, Any], keeps: Callable[[Sequence[GuardFilterEntry]], list[bool]]) -> dict[str, Any]:
+    """Returns the arguments of torch.compile, with a filter of guards, and for inductor with `ExplicitAlpha`."""
+    options = {"guard_filter_fn": keeps, **(given.get("options") or {})}
     if given.get("backend", "inductor") != "inductor":
-        return dict(given)
+        return {**given, "options": options}
     arguments = {name: value for name, value in given.items() if name != "mode"}
-    options = {} if given.get("mode") is None else list_mode_options(given["mode"])
-    options |= {"guard_filter_fn": kept_guards, **(given.get("options") or {})}
-    return {**arguments, "options": {**options, "post_grad_custom_pre_pass": ExplicitAlpha()}}
+    modes = {} if given.get("mode") is None else list_mode_options(given["mode"])
+    return {**arguments, "options": {**modes, **options, "post_grad_custom_pre_pass": ExplicitAlpha()}}
 
 
 def kept_guards(guards: Sequence[GuardFilterEntry]) -> list[bool]:
-    """Returns which guards each step checks: all except those on the identity of torch's and Leyden's own code.
+    """Returns which guards each step checks.
 
-    These would take 10 to 20 µs of every step, and only a monkeypatch of torch during the fit could make one fail.
+    Those on the identity of torch's and Leyden's own code are left out: they would take 10 to 20 µs of every step, and
+    only a monkeypatch of torch during the fit could make one fail. So are those on the form of an optimizer's state
+    (4 µs for each parameter under AdamW), for which `States.form` stands. It does not see a callback that puts a tensor
+    of another dtype into an entry that exists.
     """
-    return [not (guard.guard_type in IDENTITIES and guard.name.startswith(LIBRARY_GLOBALS)) for guard in guards]
+
+    def is_needed(guard: GuardFilterEntry) -> bool:
+        if guard.guard_type in IDENTITIES:
+            return not guard.name.startswith(LIBRARY_GLOBALS)
+        return guard.guard_type not in FORMS or STATE.fullmatch(guard.name) is None
+
+    return list(map(is_needed, guards))
 
 
 class ExplicitAlpha(CustomGraphPass):

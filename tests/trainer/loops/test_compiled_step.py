@@ -119,6 +119,52 @@ def test_groups_that_are_replaced_keep_their_schedule(quiet: Any) -> None:
     assert apart(*modules) < 2e-6 and apart(modules[0], Net()) > 1e-4
 
 
+class Growing(optim.Optimizer):
+    """Adds to its state in its first step, and again once a group is "slow"."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1, "slow": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if len(state) == 0:
+                    state["mean"] = parameter.grad.clone()
+                change = state["mean"].mul_(0.9).add_(parameter.grad)
+                if group["slow"]:
+                    if len(state) == 1:
+                        state["slow"] = parameter.clone()
+                    change = change + parameter - state["slow"].lerp_(parameter.to(state["slow"].dtype), 0.5)
+                parameter.sub_((group["lr"] * change).to(parameter.dtype))
+
+
+class Reshapes(Callback):
+    """Changes which entries the states have, and their dtype, in the middle of a fit."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        [optimizer] = trainer.optimizers
+        if trainer.global_step == 3:
+            for group in optimizer.param_groups:
+                group["slow"] = True
+        if trainer.global_step in (6, 9):
+            dtype = torch.float64 if trainer.global_step == 6 else torch.float32
+            for parameter, state in optimizer.state.items():
+                optimizer.state[parameter] = {name: entry.to(dtype) for name, entry in state.items()}
+        if trainer.global_step == 12:
+            optimizer.state.clear()
+
+
+def test_states_that_change_their_form_are_followed(quiet: Any) -> None:
+    modules = Net(Growing), Net(Growing)
+    for module, compiles in zip(modules, (None, TRACED), strict=True):
+        Trainer(max_steps=16, compile=compiles, callbacks=Reshapes(), **quiet).fit(module, loader())
+    assert apart(*modules) < 2e-6 and apart(modules[0], Net()) > 1e-4
+
+
 class Unfreezes(Callback):
     """Trains the first layer from the fourth step on."""
 
