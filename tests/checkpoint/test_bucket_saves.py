@@ -543,10 +543,15 @@ def kills_of_a_save(server: Server) -> list[Kill]:
     names = [name_of(method, path) for method, path, _ in server.requests if method in WRITES]
     # The test's own requests, which make the bucket, come before the lock.
     del names[: next(at for at, name in enumerate(names) if ".leyden-lock" in name)]
-    points = [(name, names[:at].count(name)) for at, name in enumerate(names) if not re.search("step=[26]", name)]
-    kills = [(rank, *point, after) for point in points for rank in (0, 1) for after in (False, True)]
-    # Rank 1 may have ended when rank 0 releases the lock.
-    return kills[:-2]
+    points = [(at, name, names[:at].count(name)) for at, name in enumerate(names) if not re.search("step=[26]", name)]
+    # Rank 1 may have ended once the last manifest is there, when rank 0 removes the save before and releases the lock.
+    last = max(at for at, name in enumerate(names) if name.endswith(MANIFEST))
+    return [
+        (rank, *point, after)
+        for at, *point in points
+        for rank in ((0, 1) if at < last else (0,))
+        for after in (False, True)
+    ]
 
 
 def check_kills_of_a_rank(
