@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class AveragedWeights:
     """The averages of one module's weights and buffers, computed as torch's AveragedModel does.
 
-    Each rank averages its own tensors (of a sharded module, its shards), so no collective is needed. The module holds
-    either the current weights or the averages; this object stores the other set. `exchange` swaps them in place.
+    Each rank averages its own tensors (of a sharded module, its shards; in a pipeline, those of its stages), so no
+    collective is needed. The module holds either the current weights or the averages; this object stores the other set.
+    `exchange` swaps them in place.
 
     Args:
         module: the module whose weights are averaged.
@@ -85,7 +86,7 @@ class AveragedWeights:
             stored.copy_(previous)
         self.in_module = not self.in_module
         if self.in_module:
-            # Each rank has averaged the batch norm statistics of its own samples.
+            # Each rank has averaged the buffers that its own samples or stages have updated.
             self._strategy.synchronize_buffers()
 
     # in a checkpoint --------------------------------------------------------------------------------------------------
@@ -108,14 +109,18 @@ class AveragedWeights:
         return {name: stored[first[id(tensor)]] for name, tensor in every if first[id(tensor)] in stored}
 
     def _named(self, local: list[Tensor]) -> dict[str, Tensor]:
-        saved = self._module.state_dict(keep_vars=True)
-        pairs = zip(self._module_tensors().items(), local, strict=True)
-        return {name: sharded_like(part, tensor) for (name, tensor), part in pairs if name in saved}
+        # First, because it reshards parameters that an evaluation has left unsharded.
+        weights = self._strategy.local_weights(self._module)
+        saved, parts = self._module.state_dict(keep_vars=True), dict(zip(weights.tensors, local, strict=True))
+        return {
+            # A rank that lacks a tensor, of another stage of a pipeline, saves nothing of it.
+            name: weights.to_save(name, tensor, parts.get(name, tensor))
+            for name, tensor in self._module_tensors().items()
+            if name in saved
+        }
 
     def _module_tensors(self) -> dict[str, Tensor]:
-        """The module's tensors, tied ones once, in the order of `LocalWeights.tensors`."""
-        # Reshards parameters that an evaluation has left unsharded.
-        self._strategy.local_weights(self._module)
+        """The tensors of the whole module, tied ones once."""
         return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
 
     def check_names(self) -> None:
@@ -157,11 +162,13 @@ class AveragedWeights:
             stored: the tensors that `stored` returned: whole, or this rank's shards.
             in_module: whether the module holds the averages.
         """
-        average = self._average = self._create(_Flat(self._strategy.local_weights(self._module)))
+        weights = self._strategy.local_weights(self._module)
+        average = self._average = self._create(_Flat(weights))
         average.n_averaged.fill_(count)
-        for (name, tensor), local in zip(self._module_tensors().items(), self._stored_module.tensors(), strict=True):
+        tensors = self._module_tensors()
+        for name, local in zip(weights.tensors, self._stored_module.tensors(), strict=True):
             if name in stored:
-                fill_part(name, stored[name], local, tensor)
+                fill_part(name, stored[name], local, tensors[name])
         self.in_module = in_module
 
 

@@ -30,7 +30,7 @@ class WeightAveraging(ExchangesWeights):
     resume continues bit for bit. Before the first update, the current weights are evaluated and saved. (Lightning
     evaluates and saves the weights from before the first step until then.)
 
-    Under FSDP and tensor parallelism each rank averages its own shards.
+    Under FSDP and tensor parallelism each rank averages its own shards, and in a pipeline its own stages.
 
     Args:
         device: the device of the averages, such as "cpu" to save GPU memory. None: the device of the weights.
@@ -39,8 +39,8 @@ class WeightAveraging(ExchangesWeights):
         **kwargs: `avg_fn(average, current, count)` or `multi_avg_fn(averages, currents, count)` of `AveragedModel`.
 
     Raises:
-        ConfigurationError: for an unknown argument; under a strategy that cannot exchange weights (DeepSpeed, a
-            pipeline, XLA); or for weights trained in float16 or bfloat16 (precision="bf16-true").
+        ConfigurationError: for an unknown argument; under a strategy that cannot exchange weights (DeepSpeed, XLA); or
+            for weights trained in float16 or bfloat16 (precision="bf16-true").
 
     Example:
         >>> from torch.optim.swa_utils import get_ema_avg_fn

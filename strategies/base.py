@@ -373,7 +373,7 @@ class Strategy:
         """Broadcasts weights and buffers from rank 0, after they are restored and before optimizers are created."""
 
     def synchronize_buffers(self) -> None:
-        """Broadcasts buffers from rank 0, before an evaluation within fit."""
+        """Broadcasts buffers from the rank that saves them, before an evaluation within fit."""
 
     def to_device(self, batch: T) -> T:
         """Moves a batch of any nested structure to this rank's device, and converts it to the inputs' precision."""

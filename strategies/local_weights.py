@@ -34,6 +34,16 @@ class LocalWeights:
         """All tensors, parameters first."""
         return {**self.parameters, **self.buffers}
 
+    def to_save(self, name: str, tensor: Tensor, local: Tensor) -> Tensor:
+        """Returns what this rank passes to a checkpoint, if it saves other values in place of a tensor's.
+
+        Args:
+            name: the tensor's name.
+            tensor: the tensor, as the module has it.
+            local: this rank's part of the other values.
+        """
+        return sharded_like(local, tensor)
+
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
     """Returns a digest of the bytes of plain (strided, unsharded) tensors."""

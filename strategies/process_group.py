@@ -527,11 +527,11 @@ BUCKET = 25 * 2**20
 """Size of a buffer in bytes, as in torch's DDP."""
 
 
-def broadcast_all(tensors: Iterable[Tensor]) -> None:
-    """Copies rank 0's values to every rank, in place."""
+def broadcast_all(tensors: Iterable[Tensor], source: int = 0) -> None:
+    """Copies one rank's values to every rank, in place."""
     for bucket in buckets_of(tensors):
         # As bytes, since backends do not support every dtype.
-        _through_buffer(bucket, lambda buffer: dist.broadcast(buffer.view(torch.uint8), 0))
+        _through_buffer(bucket, lambda buffer: dist.broadcast(buffer.view(torch.uint8), source))
 
 
 def sum_all(tensors: Iterable[Tensor]) -> None:

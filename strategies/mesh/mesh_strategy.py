@@ -25,6 +25,7 @@ from leyden.strategies.fsdp.options import offload_of
 from leyden.strategies.fsdp.policy import WrapPolicy, choose
 from leyden.strategies.fsdp.sharding import Apart, whole
 from leyden.strategies.fsdp.values import Slot
+from leyden.strategies.local_weights import LocalWeights
 from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.mesh.consistency import (
     check_batch,
@@ -44,11 +45,18 @@ from leyden.strategies.mesh.pipeline.absent import OVERLAPS, AbsentParameter, ch
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
 from leyden.strategies.mesh.pipeline.refusals import check_again, check_modules, check_stages, refuse_arguments
 from leyden.strategies.mesh.pipeline.schedule import ZERO_BUBBLE, Schedule
-from leyden.strategies.mesh.pipeline.stage_state import StageWeights, load_targets, state_to_save, whole_state
+from leyden.strategies.mesh.pipeline.stage_state import (
+    LocalStages,
+    StageWeights,
+    load_targets,
+    state_to_save,
+    whole_state,
+)
 from leyden.strategies.mesh.pipeline.steps import PipelineSteps
 from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, is_split, plan_of
 from leyden.strategies.mesh.plan_checks import check_loaded
 from leyden.strategies.mesh.styles import gathered
+from leyden.strategies.process_group import broadcast_all
 from leyden.strategies.recomputing import keep_in_checkpoints
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
@@ -765,10 +773,29 @@ class MeshStrategy(FSDPStrategy):
             "micro_batches": "the pipeline cuts batches itself. Set MeshStrategy(microbatches=…)",
             "compiled": "a pipeline stage ends the step where the next stage begins. Leave the module uncompiled, and "
             "use MeshStrategy(compile=True), which compiles the blocks",
-            "exchange": "a rank has the weights of its own stages only. Use a mesh without pp",
         }
 
+    def synchronize_buffers(self) -> None:
+        if self._pipeline is None:
+            super().synchronize_buffers()
+            return
+        # From the stage that saves a buffer. pp is the outermost dimension, so these are a stage's first ranks.
+        firsts = range(0, self.layout.size, self.layout.size // self.layout.pp)
+        pipeline = self._pipeline.pipeline
+        by_owner: dict[int, list[Tensor]] = {rank: [] for rank in firsts}
+        for name, buffer in self._pipeline.root.named_buffers():
+            by_owner[firsts[pipeline.schedule.rank_of(pipeline.cut.stage_of_buffer(name))]].append(buffer.detach())
+        for owner, buffers in by_owner.items():
+            broadcast_all(buffers, owner)
+
     # state ------------------------------------------------------------------------------------------------------------
+    def local_weights(self, module: nn.Module) -> LocalWeights:
+        holdings = _holdings_of(module)
+        if holdings is None:
+            return super().local_weights(module)
+        self._reshard()
+        return LocalStages(module, holdings)
+
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
         holdings = _holdings_of(module)
         if holdings is None:

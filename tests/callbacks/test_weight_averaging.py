@@ -432,20 +432,6 @@ def test_batch_norm_resumes_exactly_on_ranks(tmp_path: Path) -> None:
             assert not differences(resumed, straight)
 
 
-def pipeline_error() -> str:
-    strategy = MeshStrategy(pp=2, dp_shard=1, pipeline_module="net")
-    trainer = Trainer(strategy=strategy, devices=2, **QUIET)
-    with pytest.raises(ConfigurationError) as refused:
-        EMAWeightAveraging().setup(trainer, with_sgd(exact()), "fit")
-    return str(refused.value)
-
-
-def test_pipeline_parallelism_raises() -> None:
-    for message in run_world(2, pipeline_error):
-        assert message.startswith("EMAWeightAveraging replaces the weights by averages, which strategy='mesh' does not")
-        assert message.endswith("Use a mesh without pp.")
-
-
 def test_engines_that_step_copies_of_the_weights_raise() -> None:
     class Engine(SingleDeviceStrategy):
         drives_one = True

@@ -166,15 +166,14 @@ LAYOUTS: list[Any] = [
     ({"dp_shard": 1, "cp": 2}, None, [name for name in RUNS if name != "idle"]),
     ({"dp_shard": 1, "cp": 4}, None, ["gather", "ulysses"]),
     ({"dp_shard": 2, "cp": 2}, None, ["gather", "accumulated", "averaged", "idle"]),
-    ({"dp_shard": 1, "cp": 2, "pp": 2}, None, ["gather", *STAGED]),
+    ({"dp_shard": 1, "cp": 2, "pp": 2}, None, ["gather", "averaged", *STAGED]),
     ({"dp_shard": 1, "cp": 2, "tp": 2}, PLAN, ["gather", "ulysses", "checkpointed"]),
     pytest.param({"dp_shard": 2, "cp": 2, "tp": 2}, SEQUENCE_PLAN, ["gather", "averaged"], marks=pytest.mark.full),
     pytest.param({"dp_replicate": 2, "dp_shard": 1, "cp": 4}, None, ["gather", "accumulated"], marks=pytest.mark.full),
-    # Weights are averaged without pp only.
+    pytest.param({"dp_shard": 1, "cp": 2, "pp": 2}, None, [*RUNS], marks=pytest.mark.full),
     pytest.param(
-        {"dp_shard": 1, "cp": 2, "pp": 2}, None, [name for name in RUNS if name != "averaged"], marks=pytest.mark.full
+        {"dp_shard": 2, "cp": 2, "pp": 2}, None, ["gather", "averaged", "recomputed", "idle"], marks=pytest.mark.full
     ),
-    pytest.param({"dp_shard": 2, "cp": 2, "pp": 2}, None, ["gather", "recomputed", "idle"], marks=pytest.mark.full),
     pytest.param({"dp_shard": 1, "cp": 2, "tp": 2, "pp": 2}, PLAN, ["gather", "interleaved"], marks=pytest.mark.full),
 ]
 

@@ -30,6 +30,8 @@ from leyden.trainer.saved.resuming import Reader, progress_of
 from leyden.trainer.saved.states import OWN, UserStates, rank_owners, step_states_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from leyden.compat.lightning.run import LightningRun
     from leyden.trainer.run import Run
 
@@ -97,11 +99,11 @@ class Restorer:
             self._history = reader.state(HISTORY)
             with blame(reader.path / f"{HISTORY}.json"):
                 run.history.check_state_dict(self._history)
-        self._read_rank(reader, like)
+        # A fused engine allocates its memory later in each fit; parts that exist now belong to an earlier fit.
+        shapes = None if run.strategy.drives_one else run.strategy.master_weights.parts(run.module)
+        self._read_rank(reader, like, shapes)
         if "optimizers" in parts:
             self._schedulers = reader.state(SCHEDULERS)
-            # A fused engine allocates its memory later in each fit; parts that exist now belong to an earlier fit.
-            shapes = None if run.strategy.drives_one else run.strategy.master_weights.parts(run.module)
             self._optimizers = None if shapes is None else reader.optimizers(like=shapes)
 
     def _read_lightning(self, file: ForeignWeights) -> None:
@@ -119,7 +121,7 @@ class Restorer:
         pairs = zip(self._run.engine.optimizers, self._optimizers or (), strict=False)
         return [name for optimizer, own in pairs for name in names_gained(optimizer, own, self._run.module)]
 
-    def _read_rank(self, reader: CheckpointReader, like: Any) -> None:
+    def _read_rank(self, reader: CheckpointReader, like: Any, shapes: Mapping[str, Tensor] | None) -> None:
         run, parts, strategy = self._run, self._parts, self._run.strategy
         saved = RankStates(reader, strategy)
         owners, file = rank_owners(run, CheckpointRanks(strategy)), saved.path
@@ -131,7 +133,7 @@ class Restorer:
                 _check_same_place(loader, self._progress)
                 check_loaders(loader)
         if "callbacks" in parts:
-            has_own = self._users.read_callbacks(reader, like, states.get(OWN), file)
+            has_own = self._users.read_callbacks(reader, like, states.get(OWN), file, shapes)
             if has_own and strategy.ranks.is_global_zero and not saved.fits:
                 warn(
                     f"{reader.path} was saved by {saved.saved} rank(s), but {strategy.data_size} resume it: all ranks "

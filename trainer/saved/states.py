@@ -164,7 +164,9 @@ class UserStates:
             saved.nested("datamodule", {})
         self._user = user
 
-    def read_callbacks(self, reader: CheckpointReader, like: Any, own: Any, own_file: Place) -> bool:
+    def read_callbacks(
+        self, reader: CheckpointReader, like: Any, own: Any, own_file: Place, parts: Mapping[str, Tensor] | None
+    ) -> bool:
         """Reads the states of callbacks, and has each callback check its own.
 
         Args:
@@ -172,6 +174,7 @@ class UserStates:
             like: live objects, to resolve classes from.
             own: the saved entry of this rank, from `own`; None or {} if there is none.
             own_file: the file that `own` was read from.
+            parts: the module's parameters, or what this rank holds of them, as for `CheckpointReader.state`.
 
         Returns:
             True if this rank has its own states in place of rank 0's.
@@ -182,7 +185,7 @@ class UserStates:
         per_rank = {callback.state_key: callback for callback in self._callbacks if callback.state_per_rank}
         mine = _unclaimed(own_file, ours, per_rank)
         others = {callback.state_key: callback for callback in self._callbacks if callback.state_key not in mine}
-        states = reader.state("callbacks", like=like, parameters=dict(self._module.named_parameters()))
+        states = reader.state("callbacks", like=like, parameters=parts)
         self._saved = [mine, _unclaimed(reader.path / "callbacks.json", self._under_current_keys(states), others)]
         own_data = self._datamodule is not None and self._datamodule.state_per_rank and "datamodule" in saved
         if own_data and self._user is not None:

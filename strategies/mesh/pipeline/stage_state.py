@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from leyden.strategies.fragment import Fragment
 from leyden.strategies.fsdp.sharding import local, whole
+from leyden.strategies.local_weights import LocalWeights
 from leyden.strategies.master_weights import MasterWeights
 from leyden.strategies.mesh.pipeline.cut import Holdings
 from leyden.strategies.mesh.pipeline.schedule import Schedule
@@ -28,20 +29,25 @@ def _full_fragment(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, (DTensor, Fragment)) else Fragment(tensor.reshape(-1), tensor.shape)
 
 
+def _fragment_to_save(name: str, tensor: Tensor, content: Tensor, holdings: Holdings) -> Tensor:
+    """Returns this rank's fragment of a parameter or a buffer whose saved values are `content`."""
+    if isinstance(tensor, nn.Parameter):
+        saves = tensor not in holdings.absent
+    else:
+        saves = holdings.cut.stage_of_buffer(name) in holdings.stages
+    return _full_fragment(content) if saves else _empty_fragment(tensor.detach())
+
+
 def state_to_save(module: nn.Module, holdings: Holdings) -> dict[str, Any]:
     """Returns a module's state dict with this rank's fragments of parameters and buffers."""
-    absent = holdings.absent
-    fragments: dict[int, Tensor] = {}
-    for parameter in module.parameters():
-        content = parameter.detach()
-        fragments[id(parameter)] = _empty_fragment(content) if parameter in absent else _full_fragment(content)
+    # Tied parameters share one fragment.
+    fragments = {id(p): _fragment_to_save(name, p, p.detach(), holdings) for name, p in module.named_parameters()}
     state: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter):
             state[name] = fragments[id(value)]
         elif isinstance(value, Tensor):
-            saves = holdings.cut.stage_of_buffer(name) in holdings.stages
-            state[name] = _full_fragment(value.detach()) if saves else _empty_fragment(value.detach())
+            state[name] = _fragment_to_save(name, value, value.detach(), holdings)
         else:
             state[name] = value
     return state
@@ -85,6 +91,20 @@ def whole_state(
         if keeps:
             state[name] = gathered.get(id(value), value)
     return state
+
+
+class LocalStages(LocalWeights):
+    """This rank's part of a model in a pipeline: the parameters of its stages, and its copies of all buffers."""
+
+    def __init__(self, module: nn.Module, holdings: Holdings) -> None:
+        super().__init__(module)
+        self._holdings = holdings
+        for name, parameter in module.named_parameters():
+            if parameter in holdings.absent:
+                del self.parameters[name]
+
+    def to_save(self, name: str, tensor: Tensor, local: Tensor) -> Tensor:
+        return _fragment_to_save(name, tensor, super().to_save(name, tensor, local), self._holdings)
 
 
 class StageWeights(MasterWeights):
