@@ -54,7 +54,7 @@ class ExpertBalancing(Callback):
 
     Raises:
         ConfigurationError: for a negative rate; at the start of fit, if there is no such module, or with a rate no such
-            buffer, and in a pipeline; in the first window, if no call of a module was counted.
+            buffer; in the first window, if no call of a module was counted.
 
     Example:
         >>> callback = ExpertBalancing(rate=0.001)
@@ -79,12 +79,6 @@ class ExpertBalancing(Callback):
         """Removes the modules' hooks when closed."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        stages = getattr(getattr(trainer.strategy, "layout", None), "pp", 1)
-        if stages > 1:
-            raise ConfigurationError(
-                f"ExpertBalancing with pp={stages}: a rank sees the experts of its own stages only. Remove the "
-                "callback, or use a mesh without pp."
-            )
         names = [name for name, _ in module.named_modules() if name.rpartition(".")[2] == self.experts]
         if not names:
             raise ConfigurationError(
@@ -206,13 +200,18 @@ class _Layer:
     counts: Tensor | None = None
     measured: Tensor | None = None
 
+    @property
+    def _is_filled(self) -> bool:
+        """True while a batch or a micro-batch runs that counts for nothing."""
+        return self.strategy.is_filling or self.strategy.outputs.are_rehearsed
+
     def _is_counted(self, module: nn.Module) -> bool:
         # The last: not in a recomputation in backward.
         return module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not module.training or self.strategy.is_filling:
+        if not module.training or self._is_filled:
             return
         self.calls += 1
         if not self._is_counted(module):
@@ -232,7 +231,7 @@ class _Layer:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def measure(self, module: nn.Module, output: Any) -> None:
         logits = output[0] if isinstance(output, tuple) else output
-        if self.strategy.is_filling or not self._is_counted(module) or logits.shape[-1] != self.experts:
+        if self._is_filled or not self._is_counted(module) or logits.shape[-1] != self.experts:
             return
         probabilities = logits.detach().float().flatten(0, -2).softmax(-1)
         entropy: Tensor = torch.special.entr(probabilities).sum()

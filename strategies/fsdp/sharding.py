@@ -70,6 +70,8 @@ class Sharding:
     apart: Mapping[nn.Module, Apart] = field(default_factory=dict)
 
     kept_whole: set[nn.Parameter] = field(default_factory=set)
+    _alone: set[nn.Parameter] = field(default_factory=set)
+    """Parameters on a mesh of their own that has a single rank."""
     _seen: set[Slot] = field(default_factory=set)
 
     def apply(self, part: nn.Module) -> None:
@@ -100,7 +102,7 @@ class Sharding:
             return
         alone = own is not None and self._is_alone(own.mesh)
         if alone:
-            self.ignored.update(part.parameters())
+            self._alone.update(part.parameters())
         if self.mesh is None or alone:
             # torch refuses to move a DTensor with a weak reference, such as those in ReplacedParameters. Models that
             # hand-written code split are on the device already.
@@ -113,7 +115,7 @@ class Sharding:
             reshard_after_forward=self.reshard,
             mp_policy=self.policy,
             offload_policy=self.offload,
-            ignored_params=self.ignored or None,
+            ignored_params=self.ignored | self._alone or None,
             shard_placement_fn=None if own is None else own.dimension,  # type: ignore[arg-type]
         )
 

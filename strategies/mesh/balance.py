@@ -55,12 +55,15 @@ def balance_loss(
     # The last number is the tokens.
     counts = torch.cat([probabilities.new_zeros(experts), counted.sum().reshape(1)])
     counts.index_add_(0, indices.reshape(-1), counted.repeat_interleave(indices.shape[-1]))
-    if strategy is not None and strategy.ranks.world_size > 1 and torch.is_grad_enabled():
-        _check(strategy)
-        if strategy.is_filling:
+    if strategy is not None and strategy.ranks.world_size > 1:
+        trains = torch.is_grad_enabled()
+        if trains or strategy.outputs.are_rehearsed:
+            _check(strategy)
+        if trains and strategy.is_filling:
             counts.zero_()
-        # The ranks of a tp group count the same tokens, which leaves the fractions as they are.
-        dist.all_reduce(counts)
+        if trains:
+            # The ranks of a tp group count the same tokens, which leaves the fractions as they are.
+            dist.all_reduce(counts)
     fractions = counts[:-1] / counts[-1].clamp(min=1)
     return experts * (fractions.detach() * mean).sum()
 
@@ -71,8 +74,8 @@ def _check(strategy: Strategy) -> None:
         how = f"pp={stages}" if stages > 1 else f"strategy={strategy.name!r}"
         raise ConfigurationError(
             f"balance_loss with {how}: its counts are summed over the ranks in every forward, and here some ranks may "
-            "not run it. Use strategy='fsdp' or a MeshStrategy without pp, or leave out the argument `strategy`, which "
-            "counts the tokens of each rank by itself."
+            "not run it. Use strategy='fsdp' or a MeshStrategy without pp, or balance by the callback ExpertBalancing, "
+            "which needs no loss."
         )
 
 

@@ -48,11 +48,6 @@ class Layout:
     def __post_init__(self) -> None:
         if type(self.ep) is not int or self.ep < 1:
             raise ConfigurationError(f"ep={self.ep!r}: use a number of ranks from 1.")
-        if self.ep > 1 and self.pp > 1:
-            raise ConfigurationError(
-                f"ep={self.ep} with pp={self.pp}: a pipeline rehearses new shapes on its own ranks only, and experts "
-                "exchange tokens over all data ranks. Use ep without pp, or pp with tp and a plan of 'experts'."
-            )
         for name, size in self.sizes.items():
             if type(size) is not int or (size < 1 and size != -1):
                 raise ConfigurationError(f"{name}={size!r}: use a number of ranks from 1, or -1 to fill the world.")
@@ -122,7 +117,7 @@ class Layout:
     @property
     def expert_dimensions(self) -> dict[str, int]:
         """The sizes of the DeviceMesh of experts: dp_shard × cp is divided into expert_shard and ep."""
-        outer = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
+        outer = {name: self.sizes[name] for name in ("pp", "dp_replicate") if self.sizes[name] > 1}
         inner = {"tp": self.tp} if self.tp > 1 else {}
         return {**outer, "expert_shard": self.shards // self.ep, "ep": self.ep, **inner}
 

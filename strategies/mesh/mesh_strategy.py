@@ -397,7 +397,7 @@ class MeshStrategy(FSDPStrategy):
         mesh = self._expert_mesh
         assert mesh is not None
         names = mesh.mesh_dim_names or ()
-        held, shards = (tuple(n for n in names if (n in ("ep", "tp")) is inner) for inner in (True, False))
+        held, shards = (tuple(n for n in names if n in own) for own in (("ep", "tp"), ("dp_replicate", "expert_shard")))
         plan = self._plan or plan_of(module, divides_experts=True)
         found = {} if plan is None else plan.experts(module)
         if not found:
@@ -408,10 +408,14 @@ class MeshStrategy(FSDPStrategy):
             )
         check_router_loss(module)
         keep_in_checkpoints(module)
-        return {
-            name: ExpertParallel(name, module.get_submodule(name), mesh[held], mesh[shards], inner).apart()
-            for name, inner in found.items()
-        }
+        apart, holdings = {}, _holdings_of(module)
+        for name, inner in found.items():
+            part = module.get_submodule(name)
+            apart[name] = ExpertParallel(name, part, mesh[held], mesh[shards], inner).apart()
+            if holdings is not None and not any(holdings.is_held(part, own) for own, _ in part.named_parameters()):
+                # Every rank takes the same groups in turn; `split_for` drops those of other stages.
+                apart[name] = replace(apart[name], split=lambda part: None)
+        return apart
 
     def _hold(self, module: nn.Module, ignored: set[nn.Parameter]) -> Holdings:
         """Decides which parts of a module, still whole, the stages of this rank hold.
@@ -683,7 +687,11 @@ class MeshStrategy(FSDPStrategy):
                     "a rank has no sample of its own, and a pipeline needs every stage in every batch: use a larger "
                     "data set, a smaller batch_size or fewer data ranks."
                 )
-            self._run_pipeline(step_fn, filler, extra, window, None, counts=False)
+            self.is_filling = True
+            try:
+                self._run_pipeline(step_fn, filler, extra, window, None, counts=False)
+            finally:
+                self.is_filling = False
             return
         with ExitStack() as stack:
             stack.enter_context(self.step_context())

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from leyden import Trainer, TrainModule
 from leyden.callbacks import Callback, ExpertBalancing, TensorBoardLogger
 from leyden.core.errors import ConfigurationError
-from leyden.strategies import MeshStrategy
 
 RATE = 0.25
 """Without rounding in float32."""
@@ -139,10 +138,6 @@ class Renamed(Experts):
         return super().forward(x, chosen, weights)
 
 
-def pipelined(callback: ExpertBalancing) -> None:
-    callback.on_fit_start(Trainer(**QUIET, strategy=MeshStrategy(pp=2, dp_shard=1)), Mixture())
-
-
 MISTAKES: dict[str, Any] = {
     "ExpertBalancing(rate=-1): give a number from 0": lambda: ExpertBalancing(-1),
     "ExpertBalancing(rate=True): give a number from 0": lambda: ExpertBalancing(True),
@@ -151,7 +146,6 @@ MISTAKES: dict[str, Any] = {
     "is torch.bfloat16, which rounds": lambda: fit(Mixture(), ExpertBalancing(RATE), precision="bf16-true"),
     "ran in training_step without gradients": lambda: fit(Reentrant(), ExpertBalancing(RATE)),
     "gets the experts of each token neither": lambda: fit(Named(), ExpertBalancing()),
-    "ExpertBalancing with pp=2": lambda: pipelined(ExpertBalancing()),
 }
 
 

@@ -96,6 +96,7 @@ class Mixture(TrainModule):
         balances: the weight of the balance loss.
         float32: whether routers compute in float32 under every precision.
         optimizer: creates the optimizer.
+        depth: number of blocks.
     """
 
     def __init__(
@@ -111,11 +112,14 @@ class Mixture(TrainModule):
         balances: float = 0.0,
         float32: bool = False,
         optimizer: Any = SGD,
+        depth: int = 2,
     ) -> None:
         super().__init__()
         self.by_items, self.balances, self.optimizer = by_items, balances, optimizer
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(experts, has_bias, scales_inputs, starved, jitter, drift) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            Block(experts, has_bias, scales_inputs, starved, jitter, drift) for _ in range(depth)
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(trains in name)
@@ -146,7 +150,9 @@ class Mixture(TrainModule):
         return self(batch[0])[0]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"] if self.by_items else outputs))
+        # In a pipeline the last stage has the loss.
+        if outputs is not None:
+            self.losses.append(float(outputs["loss"] if self.by_items else outputs))
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters())

@@ -239,10 +239,15 @@ def mix(sizes: dict[str, int] | None) -> tuple[list[float], dict[str, Any]]:
     return module.losses, {name: tensor.numpy() for name, tensor in state.items()}
 
 
-def test_experts_are_divided_over_the_ranks_that_divide_sequences() -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_experts_are_divided_over_the_ranks_that_divide_sequences(stages: int) -> None:
     losses, weights = mix(None)
-    for own, found in run_world(2, mix, {"dp_shard": 1, "cp": 2, "ep": 2}):
-        assert own == pytest.approx(losses, rel=1e-9)
+    sizes = {"dp_shard": 1, "cp": 2, "ep": 2} | ({"pp": 2, "microbatches": 4} if stages > 1 else {})
+    ranks = run_world(2 * stages, mix, sizes)
+    assert sum(bool(own) for own, _ in ranks) == 2
+    for own, found in ranks:
+        # In a pipeline the last stage has the loss.
+        assert not own or own == pytest.approx(losses, rel=1e-9)
         check_weights({"weights": found}, {"weights": weights}, 1e-9)
 
 

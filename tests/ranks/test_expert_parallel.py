@@ -404,7 +404,6 @@ MISTAKES: dict[str, tuple[Any, nn.Module]] = {
     "ep=0: use a number of ranks from 1.": (lambda: MeshStrategy(ep=0), nn.Linear(1, 1)),
     "ep=2 does not divide dp_shard=1: experts are divided": (lambda: EP2(dp_shard=1, tp=2), nn.Linear(1, 1)),
     "does not divide dp_shard=1 (dp_replicate=2 copies": (lambda: EP2(dp_replicate=2, dp_shard=1), nn.Linear(1, 1)),
-    "ep=2 with pp=2: a pipeline": (lambda: EP2(pp=2), nn.Linear(1, 1)),
     "ep=2 needs a plan of the experts": (EP2, Mixture()),
     "a ReLU has no parameters": (lambda: EP2(plan={"0": "expert_parallel"}), nn.Sequential(nn.ReLU())),
     "has parameters in submodules (up.weight)": (lambda: EP2(plan={"0": "expert_parallel"}), nn.Sequential(Nested())),

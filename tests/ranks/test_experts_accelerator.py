@@ -229,6 +229,7 @@ def test_a_parallelism_config_divides_experts(monkeypatch: pytest.MonkeyPatch) -
     assert (config.dp_shard_size, config.total_size, config.data_parallel_size) == (4, 4, 4)
     assert config.ep_enabled and config.non_data_parallel_size == 1
     assert str(ParallelismConfig(cp_size=2, ep_size=4).layout) == "dp_shard 2 × cp 2 (experts over ep 4)"
+    assert str(ParallelismConfig(pp_size=2, ep_size=2).layout) == "pp 2 × dp_shard 2 (experts over ep 2)"
     assert not ParallelismConfig().ep_enabled
     with pytest.raises(ConfigurationError, match="needs 4 ranks .* and for ep_size one that divides dp_shard_size"):
         config.check(8)
@@ -246,7 +247,6 @@ def test_a_parallelism_config_divides_experts(monkeypatch: pytest.MonkeyPatch) -
 SIZES: dict[str, tuple[Found, str]] = {
     "shards": ({"dp_shard_size": 2, "ep_size": 4}, "ep=4 does not divide dp_shard=2: .* Choose a dp_shard"),
     "replicas": ({"dp_replicate_size": 2, "dp_shard_size": 1, "ep_size": 2}, "dp_replicate=2 copies experts"),
-    "pipeline": ({"ep_size": 2, "pp_size": 2}, "ep=2 with pp=2: a pipeline"),
     "zero": ({"ep_size": 0}, "ep_size=0.: use an integer of at least 1"),
 }
 

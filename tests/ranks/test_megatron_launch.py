@@ -74,7 +74,6 @@ def test_megatron_settings_train_like_one_process(ranks: int, section: dict[str,
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"tp_degree": 3}, "megatron_lm_tp_degree: 3, megatron_lm_pp_degree: 1, megatron_lm_cp_degree: 1 share a model"),
     ({"ep_degree": 3}, "megatron_lm_ep_degree: 3 does not divide the 4 ranks that see different tokens: change it"),
-    ({"ep_degree": 2, "pp_degree": 2}, "ep=2 with pp=2: a pipeline rehearses"),
 ]
 
 

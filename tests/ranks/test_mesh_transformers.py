@@ -243,7 +243,11 @@ def train_divided(sizes: Sizes) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"ep": 2}, *(pytest.param(s, marks=pytest.mark.full) for s in ({"dp_shard": 4, "ep": 2}, {"ep": 2, "tp": 2}))],
+    [
+        {"ep": 2},
+        {"ep": 2, "pp": 2, "microbatches": 2},
+        *(pytest.param(s, marks=pytest.mark.full) for s in ({"dp_shard": 4, "ep": 2}, {"ep": 2, "tp": 2})),
+    ],
     ids=str,
 )
 def test_experts_divided_by_their_own_plan_train_like_one_process(sizes: dict[str, int]) -> None:

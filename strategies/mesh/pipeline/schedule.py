@@ -177,6 +177,7 @@ class Pipeline:
     ) -> None:
         self._root, self.cut, self.schedule, self.group, self.device = root, holdings.cut, schedule, group, device
         self._host_group, self._context = host_group, context
+        self._rehearses_with_all = rehearses_with_all
         self._rehearsing = (host_group, torch.device("cpu")) if rehearses_with_all else (group, device)
         """The ranks that rehearse together, and the device of the tensors that they exchange."""
         self.rank = dist.get_rank(group)
@@ -344,6 +345,11 @@ class Pipeline:
         except Exception as caught:
             error = caught
             self._release_waiting_stages(error)
+            if self.runner.stage and not isinstance(error, LeydenError):
+                add_note(error, BEFORE_BLOCKS)
+            if self._rehearses_with_all and not isinstance(error, LeydenError):
+                # Data ranks whose batches raise no error may wait for this one in a collective. It ends them.
+                raise
         finally:
             self.is_rehearsing = False
         self._agree(error)
@@ -373,8 +379,6 @@ class Pipeline:
         dist.all_gather_object(reports, own_failure, group=group)
         place = next(place for place, failure in enumerate(reports) if failure)
         if error is not None and place == dist.get_rank(group):
-            if self.runner.stage and not isinstance(error, LeydenError):
-                add_note(error, BEFORE_BLOCKS)
             raise error
         rank, kind, text = reports[place]
         if kind == ConfigurationError.__name__:

@@ -64,9 +64,10 @@ class PipelineSteps:
         host_group = strategy.ranks.host_group
         assert host_group is not None
         # FSDP gathers a group before its first forward of a batch, in the same order with and without a rehearsal. If
-        # it gathers more often, a rehearsal adds gathers, which the other ranks of the shards must join.
+        # it gathers more often, a rehearsal adds gathers, which the other ranks of the shards must join. They must join
+        # the exchange of tokens with experts over ep, too.
         frees_after_forward = strategy.settings["reshard_after_forward"] is not False
-        self._rehearses_with_all = strategy.shard_mesh is not None and frees_after_forward
+        self._rehearses_with_all = strategy.layout.ep > 1 or (strategy.shard_mesh is not None and frees_after_forward)
         self.pipeline = Pipeline(
             root,
             holdings,
