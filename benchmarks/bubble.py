@@ -36,11 +36,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
 from leyden.strategies import MeshStrategy
+from leyden.strategies.mesh.pipeline.schedule import Schedule
 
 BLOCKS_PER_RANK = 2
 ROWS, TOKENS, WIDTH = 4, 64, 128
 WARM_UP = 2
-STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
+"""Those whose bubble has a formula."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +133,6 @@ def held(rank: list[Span]) -> float:
     return max(itertools.accumulate(change for _, change in changes)) / BLOCKS_PER_RANK
 
 
-def formula(schedule: str, ranks: int, micro_batches: int) -> float:
-    return (ranks - 1) / (STAGES_PER_RANK[schedule] * micro_batches + ranks - 1)
-
-
 # the picture ----------------------------------------------------------------------------------------------------------
 WIDE, HIGH, LEFT = 612, 38, 72
 COLORS = {True: "#8ecae6", False: "#ffc44d"}
@@ -203,7 +201,7 @@ def worker(args: argparse.Namespace) -> None:
                 share = min(map(idle_share, by_step))
                 most_held = max(held(rank) for rank in by_step[-1])
                 print(
-                    f"{schedule:<16} {count:>13} {formula(schedule, ranks, count):>8.3f} {share:>9.3f} "
+                    f"{schedule:<16} {count:>13} {Schedule(schedule, count, ranks).bubble:>8.3f} {share:>9.3f} "
                     f"{most_held:>6.1f} {most / 2**20:>6.1f} MiB",
                     flush=True,
                 )
@@ -225,9 +223,7 @@ def gathered(own: Any) -> list[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument(
-        "--schedules", default="GPipe,1F1B,Interleaved1F1B", help=f"any of {', '.join(STAGES_PER_RANK)}"
-    )
+    parser.add_argument("--schedules", default="GPipe,1F1B,Interleaved1F1B", help=f"any of {', '.join(SCHEDULES)}")
     parser.add_argument("--micro-batches", default="4,8,16")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--work", type=float, default=15.0, help="milliseconds of a block's forward")

@@ -236,7 +236,7 @@ def peaks(size: Size) -> Peaks:
     """Compares the peak memory of an eager fit with `leyden estimate`."""
     batch = TracedBatch(next(iter(size.loader(1))), "")
     estimated = memory(size.model(), "single_device", 1, PRECISION, "adamw").total
-    row = Training(size.model(), None, batch).on(Layout(1, 1, 1), PRECISION)
+    [row] = Training(size.model(), None, batch).on(Layout(1, 1, 1), PRECISION)
     activations = row.step.activations if row.step is not None else "; ".join(row.notes)
     gc.collect()
     if size.device == "cuda":

@@ -203,14 +203,14 @@ def check_rotation(name: str) -> None:
         raise ConfigurationError(f"cp_comm_strategy={name!r} is not known: use 'allgather', or leave it out.")
 
 
-def layouts_of(world: int) -> list[Layout]:
-    """Returns every layout of a number of ranks, from pure sharding to pure replication.
+def layouts_of(world: int, pp: int = 1) -> list[Layout]:
+    """Returns every layout of a number of ranks with that pp, from pure sharding to pure replication.
 
     Example:
         >>> [str(layout) for layout in layouts_of(2)]
         ['dp_shard 2', 'tp 2', 'dp_replicate 2']
     """
-    layouts = [Layout(*sizes) for sizes in _factors(world, 3)]
+    layouts = [Layout(copies, shards, tp, pp) for copies, shards, tp in _factors(world // pp, 3)]
     return sorted(layouts, key=lambda layout: (layout.dp_replicate, layout.tp))
 
 

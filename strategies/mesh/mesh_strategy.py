@@ -494,10 +494,13 @@ class MeshStrategy(FSDPStrategy):
             assert self.context_mesh is not None
             group = self.context_mesh.get_group()
             self._context = ContextParallel(self, self.modules[0], group, method, dimensions, padding)
+        self._begin_pipeline()
+        return self.modules
+
+    def _begin_pipeline(self) -> None:
         if self.layout.pp > 1:
             self._pipeline = self._make_pipeline()
         self.outputs.follow(self._pipeline, self._context)
-        return self.modules
 
     def _check_cut(self) -> None:
         """Checks that models set up by an earlier run are cut in the same way as in this run."""
@@ -635,7 +638,7 @@ class MeshStrategy(FSDPStrategy):
             self._set_backward(True, window.closes)
         return self._whole(outputs)
 
-    def _begin_backward(self, is_last: bool) -> None:
+    def _begin_backward(self, is_last: bool, outputs: Any) -> None:
         """Configures FSDP for the next backward of a pipeline: only the last one of a window reduces gradients."""
         self._set_backward(is_last, is_last and self._syncs)
 

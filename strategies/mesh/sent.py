@@ -1,4 +1,4 @@
-"""SentBytes: counts the bytes that a rank sends in collectives, for each dimension of a mesh."""
+"""SentBytes: counts the bytes that a rank sends to others, for each dimension of a mesh."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-COLLECTIVES = ("allreduce", "reducescatter", "allgather", "alltoall")
+COLLECTIVES = ("allreduce", "reducescatter", "allgather", "alltoall", "send")
 """Parts of the names of torch's operations, without underscores."""
 SHARDS = {"dp_shard_cp": "dp_shard", "expert_shard": "dp_shard"}
 """Dimensions of the meshes that stand for a layout's dp_shard."""
 
 
 class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that counts the bytes that this rank sends in its collectives.
+    """A context that counts the bytes that this rank sends, in collectives and between the stages of a pipeline.
 
     They are counted as by algorithms that send the least: with n ranks, an all-gather sends a rank's part n - 1 times,
-    a reduce-scatter (n - 1) / n of the whole, an all-reduce twice as much, and an all-to-all the rows of other ranks.
+    a reduce-scatter (n - 1) / n of the whole, an all-reduce twice as much, and an all-to-all the rows of other ranks. A
+    rank that sends to one other rank sends a tensor once; single numbers are left out.
 
     Args:
         meshes: the meshes whose dimensions are counted.
@@ -59,11 +60,13 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, kind: str, is_c10d: bool, args: Sequence[Any]) -> None:
         # c10d passes outputs before inputs, except in an all-reduce.
-        inputs = args[1] if is_c10d and kind != "allreduce" else args[0]
+        inputs = args[1] if is_c10d and kind not in ("allreduce", "send") else args[0]
         size = sum(tensor.nbytes for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor))
         group = _group_of(args)
         ranks = group.size()
-        if kind == "allgather":
+        if kind == "send":
+            sent = sum(tensor.nbytes for tensor in inputs if tensor.numel() > 1)
+        elif kind == "allgather":
             sent = (ranks - 1) * size
         elif kind == "alltoall" and (splits := _splits(args)):
             sent = size - size * splits[group.rank()] // max(1, sum(splits))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +17,27 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from leyden.core.tree import map_tensors
 from leyden.strategies.fsdp.restart import parameter_groups
 from leyden.strategies.mesh.even_routing import EvenRouting
+from leyden.strategies.mesh.pipeline.absent import AbsentParameter
+from leyden.strategies.mesh.pipeline.steps import Rehearsal
 from leyden.strategies.mesh.sent import SentBytes
 from leyden.strategies.mesh.simulated import SimulatedMesh
 from leyden.strategies.window import Window
 
 
 class SavedActivations:
-    """A context that collects the storages that autograd saves for backward, until backward begins."""
+    """A context that counts the storages that autograd saves for backward, whenever a backward pass begins.
+
+    Tensors that a recomputed block saves within a backward pass live only briefly, and are left out.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[int, UntypedStorage] = {}
-        self._is_recording = True
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._record, lambda tensor: tensor)
+        self._storages: dict[int, UntypedStorage] = {}
+        """All storages that were ever saved, so that none takes the place of another."""
+        self._times: Counter[int] = Counter()
+        """How often each storage is saved now."""
+        self._found: list[set[int]] = []
+        """The storages held when each backward pass began."""
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def __enter__(self) -> SavedActivations:
         self._hooks.__enter__()
@@ -36,19 +46,34 @@ class SavedActivations:
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
 
-    def stop(self) -> None:
-        """Stops recording when backward begins: tensors that a recomputed block saves there live only briefly."""
-        self._is_recording = False
+    def _pack(self, tensor: Tensor) -> _Saved:
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        return _Saved(tensor, self._times, () if is_recomputed else self._keys([tensor]))
 
-    def _record(self, tensor: Tensor) -> Tensor:
-        if self._is_recording:
-            self._found.update((storage._cdata, storage) for storage in storages(tensor))
-        return tensor
+    def _keys(self, tensors: Iterable[Tensor]) -> list[int]:
+        found = [storage for tensor in tensors for storage in storages(tensor)]
+        self._storages.update((storage._cdata, storage) for storage in found)
+        return [storage._cdata for storage in found]
+
+    def note(self, kept: Iterable[Tensor] = ()) -> None:
+        """Notes what is held when a backward pass begins: the saved storages, and those of other kept tensors."""
+        self._found.append({*(+self._times), *self._keys(kept)})
 
     def size(self, excluding: Iterable[Tensor]) -> int:
-        """Returns the bytes of all saved storages, each counted once, except those of some tensors."""
+        """Returns the most bytes held at one time, each storage counted once, without those of some tensors."""
         excluded = {storage._cdata for tensor in excluding for storage in storages(tensor)}
-        return sum(storage.nbytes() for key, storage in self._found.items() if key not in excluded)
+        return max((sum(self._storages[key].nbytes() for key in keys - excluded) for keys in self._found), default=0)
+
+
+class _Saved:
+    """A tensor that autograd has saved, until it drops this object."""
+
+    def __init__(self, tensor: Tensor, times: Counter[int], keys: Sequence[int]) -> None:
+        self.tensor, self._times, self._keys = tensor, times, keys
+        times.update(keys)
+
+    def __del__(self) -> None:
+        self._times.subtract(self._keys)
 
 
 def storages(tensor: Tensor) -> Iterator[UntypedStorage]:
@@ -63,32 +88,35 @@ def storages(tensor: Tensor) -> Iterator[UntypedStorage]:
 
 
 @dataclass(frozen=True, slots=True)
-class _StopAtBackward:
-    """Backward hooks that stop recording when backward begins."""
+class _BeforeBackward:
+    """Backward hooks that only act before backward."""
 
-    saved: SavedActivations
+    on_before_backward: tuple[Callable[[Tensor], Any], ...]
     on_after_backward: tuple[Callable[[], Any], ...] = ()
     backward: None = None
 
-    @property
-    def on_before_backward(self) -> tuple[Callable[[Tensor], Any], ...]:
-        return (lambda loss: self.saved.stop(),)
-
 
 @contextmanager
-def shapes_only(module: nn.Module) -> Iterator[None]:
-    """Lets a module placed by a simulated mesh run within this context: operations compute shapes, but no values."""
+def shapes_only(strategy: SimulatedMesh) -> Iterator[list[nn.Parameter]]:
+    """Lets the one module of a simulated mesh run within this context: operations compute shapes, but no values.
+
+    Yields:
+        The parameters that this rank holds, without those of other stages of a pipeline.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    [module] = strategy.modules
     with FakeTensorMode(allow_non_fake_inputs=True):
         slots = [(part, name) for part in module.modules() for name, p in part._parameters.items() if p is not None]
+        held = [(part, name) for part, name in slots if not isinstance(part._parameters[name], AbsentParameter)]
         # `to_empty` unties parameters: each slot then takes the parameter of the first slot that it was tied to.
         first_slots: dict[int, tuple[nn.Module, str]] = {}
         sources = [first_slots.setdefault(id(part._parameters[name]), (part, name)) for part, name in slots]
         module.to_empty(device="cpu")
         for (part, name), (source, source_name) in zip(slots, sources, strict=True):
             part._parameters[name] = source._parameters[source_name]
-        yield
+        strategy.begin_steps()
+        yield list(dict.fromkeys(part.get_parameter(name) for part, name in held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +124,24 @@ class TracedStep:
     """What a training step takes.
 
     Attributes:
-        activations: bytes saved for backward when backward begins, without parameters (sharded or gathered) and
-            buffers.
+        activations: the most bytes kept for backward when a backward pass begins, without parameters (sharded or
+            gathered) and buffers. With a pipeline, those of all micro-batches under way, and its receive buffers.
         sent: bytes that this rank sends over each dimension of the mesh.
+        passing: bytes of the parameters that a pipeline's stages keep gathered, and of their gradients before they are
+            sharded; 0 without a pipeline.
     """
 
     activations: int
     sent: Mapping[str, int]
+    passing: int = 0
 
 
 def traced_step(
-    strategy: SimulatedMesh, step_fn: Callable[..., Any], batch: Any, experts: Mapping[str, int]
+    strategy: SimulatedMesh,
+    step_fn: Callable[..., Any],
+    batch: Any,
+    experts: Mapping[str, int],
+    rehearsal: Rehearsal | None = None,
 ) -> TracedStep:
     """Runs a training step within `shapes_only`. It leaves gradients.
 
@@ -115,16 +150,59 @@ def traced_step(
         step_fn: the training step, called with a batch and its index.
         batch: a batch of one data rank; its values are not read.
         experts: the number of experts in each module of experts, by its name. They get the same number of tokens.
+        rehearsal: what the stages of a pipeline receive.
     """
     [module] = strategy.modules
-    batch = strategy.precision.convert_input(map_tensors(batch, torch.empty_like))
+    passing = 0
+
+    def note(kept: Iterable[Tensor]) -> None:
+        nonlocal passing
+        saved.note(kept)
+        passing = max(passing, unsharded(module))
+
     with EvenRouting(module, experts), SavedActivations() as saved, SentBytes(strategy.meshes) as sent:
-        strategy.forward_backward(strategy.setup_step(step_fn, module), batch, (0,), Window(), _StopAtBackward(saved))
-    size = saved.size([*module.parameters(), *module.buffers(), *_gathered(module)])
-    return TracedStep(size, sent.bytes)
+        if rehearsal is not None:
+            strategy.expect(rehearsal, note)
+        hooks = _BeforeBackward((lambda loss: saved.note(),) if rehearsal is None else ())
+        step = strategy.setup_step(step_fn, module)
+        strategy.forward_backward(step, _shapes_of(batch, strategy), (0,), Window(), hooks)
+    size = saved.size([*module.parameters(), *module.buffers(), *gathered_parameters(module)])
+    return TracedStep(size, sent.bytes, passing)
 
 
-def _gathered(module: nn.Module) -> Iterator[Tensor]:
+def rehearsed(
+    strategy: SimulatedMesh, step_fn: Callable[..., Any], batch: Any, experts: Mapping[str, int]
+) -> Rehearsal:
+    """Finds what the stages of a pipeline receive, within `shapes_only`, on a rank that holds all of them.
+
+    The arguments are those of `traced_step`.
+    """
+    [module] = strategy.modules
+    with EvenRouting(module, experts):
+        return strategy.rehearse(strategy.setup_step(step_fn, module), _shapes_of(batch, strategy))
+
+
+def _shapes_of(batch: Any, strategy: SimulatedMesh) -> Any:
+    return strategy.precision.convert_input(map_tensors(batch, torch.empty_like))
+
+
+def unsharded(module: nn.Module) -> int:
+    """Returns the bytes of FSDP's gathered parameters, and of their gradients: of one group, or of those summed so far.
+
+    Only the last backward pass of a batch shards gradients. Until then, a rank keeps those of all its groups.
+    """
+    gathered = list(gathered_parameters(module))
+    gradients = [parameter.grad for parameter in gathered]
+    gradients += [p.unsharded_accumulated_grad for group in _groups(module) for p in group.fsdp_params]
+    largest = max((sum(_whole_bytes(group, p) for p in group.fsdp_params) for group in _groups(module)), default=0)
+    return _bytes_of(gathered) + max(_bytes_of(grad for grad in gradients if grad is not None), largest)
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(storage.nbytes() for tensor in tensors for storage in storages(tensor))
+
+
+def gathered_parameters(module: nn.Module) -> Iterator[Tensor]:
     """Yields the gathered parameters of FSDP's groups."""
     for group in _groups(module):
         yield from (p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))

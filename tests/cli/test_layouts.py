@@ -159,6 +159,18 @@ class Experts(nn.Module):
             y = y.index_add(0, row, weights[row, slot, None] * (x[row] @ self.weight[expert]))
         return y
 
+class Deep(Net):
+    def __init__(self):
+        super().__init__()
+        self.up = self.down = None
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+    def parallel_plan(self):
+        return {}
+
 class Data(DataModule):
     def train_dataloader(self):
         return DataLoader(torch.randn(6, 8), batch_size=3)
@@ -166,10 +178,17 @@ class Data(DataModule):
 def pairs():
     return [torch.randn(2, 8)]
 
+def fours():
+    return [torch.randn(4, 8)]
+
+def none():
+    return []
+
 def plain():
     return nn.Linear(4, 4)
 """
 NO_LOADER_SCRIPT = SCRIPT.split("class ReadsValues")[0]
+DEEP = ("train.py:Deep", "--data", "train.py:fours", "--microbatches", "4")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "two sizes": ("train.py:Net", "--tp", "1,2", "--ranks", "2"),
     "all": ("train.py:Net", "--layouts", "--ranks", "3"),
@@ -193,6 +212,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "experts": ("train.py:Mixture", "--ep", "1,2", "--ranks", "2"),
     "experts without a plan": ("train.py:Net", "--ep", "2"),
     "too many ranks of experts": ("train.py:Mixture", "--ep", "4", "--ranks", "2"),
+    "1F1B": (*DEEP, "--pp", "1,2", "--ranks", "2"),
+    "GPipe": (*DEEP, "--pp", "2", "--schedule", "gpipe"),
+    "Interleaved1F1B": (*DEEP, "--pp", "2", "--schedule", "Interleaved1F1B"),
+    "no batch for a pipeline": ("train.py:Deep", "--pp", "2", "--dp_shard", "2", "--data", "train.py:none"),
+    "only a pipeline fits": (*DEEP, "--layouts", "--ranks", "4", "--memory", "1.9KiB"),
+    "too few blocks": ("train.py:Deep", "--pp", "1,8"),
+    "too few micro-batches": ("train.py:Deep", "--pp", "2", "--microbatches", "1"),
+    "an unknown schedule": (*DEEP, "--pp", "2", "--schedule", "1F2B"),
+    "a schedule alone": (*DEEP, "--tp", "2", "--schedule", "GPipe"),
     "too few experts": ("train.py:Mixture", "--ep", "4", "--ranks", "4"),
 }
 
@@ -206,7 +234,7 @@ def bytes_on_simulated_ranks() -> tuple[dict[str, tuple[int, ...]], int]:
     for name, (layout, plan, precision) in {**LAYOUTS, "1 rank": (Layout(1, 1, 1), PLAN, "32-true")}.items():
         with torch.device("meta"):
             module = DropoutGPT()
-        row = Training(module, plan, TracedBatch(batch(), "")).on(layout, precision)
+        [row] = Training(module, plan, TracedBatch(batch(), "")).on(layout, precision)
         assert not row.notes and row.step is not None
         found[name] = (row.memory.weights, row.memory.gradients, row.memory.optimizer, row.step.activations)
     counted, module = SavedBytes(), DropoutGPT()
@@ -289,6 +317,43 @@ def test_the_layouts_option_lists_every_layout_that_fits(printed: dict[str, tupl
     assert "left out  tp 3: " in text and "which tp=3 does not divide" in text
 
 
+def test_each_schedule_keeps_its_micro_batches(printed: dict[str, tuple[int, str]]) -> None:
+    status, text = printed["1F1B"]
+    assert status == 0, text
+    # 2 of 4 layers with 72 numbers. A row of the batch has 32 bytes, and is sent in both directions. Rank 0 keeps the
+    # batch, buffers for 4 gradients, and for 2 micro-batches the input of its second layer and its output. Rank 1 keeps
+    # 4 receive buffers, and for 1 micro-batch the input of its second layer, the operand of the loss, and the loss.
+    held = ["576 B", "576 B", "0 B", "0 B"]
+    assert rows(text)[1:3] == [
+        ["2", "pp 2", "32-true", "0", "blocks.0 to 1", *held, f"{128 + 4 * 32 + 2 * (32 + 32)} B", "1.5 KiB"],
+        ["2", "pp 2", "32-true", "1", "blocks.2 to 3", *held, f"{4 * 32 + 32 + 32 + 4} B", "1.3 KiB"],
+    ]
+    assert [row[-2:] for row in rows(text)[3:6]] == [["0 B", "1.7 KiB"], ["128 B", "0 B"], ["128 B", "0 B"]]
+    assert "pp 2    32-true    1F1B of 4 micro-batches  20.0%   0" in text
+    # All 4 micro-batches are under way when the first backward pass begins.
+    kept = [row[-2] for row in rows(printed["GPipe"][1])[:2]]
+    assert kept == [f"{128 + 4 * 32 + 4 * (32 + 32)} B", f"{4 * 32 + 4 * (32 + 32 + 4)} B"]
+    # Each rank holds two stages, with buffers of their own, and sends between four.
+    first, second = rows(printed["Interleaved1F1B"][1])[:2]
+    assert (first[4], second[4]) == ("blocks.0, blocks.2", "blocks.1, blocks.3")
+    assert [row[-1] for row in rows(printed["Interleaved1F1B"][1])[2:]] == ["384 B", "384 B"]
+    assert "Interleaved1F1B of 4 micro-batches  11.1%" in printed["Interleaved1F1B"][1]
+
+
+def test_without_a_batch_stages_have_memory_but_no_activations(printed: dict[str, tuple[int, str]]) -> None:
+    status, text = printed["no batch for a pipeline"]
+    assert status == 0 and "no activations: its loader has no batch" in text, text
+    # Half of 576 bytes; all of them gathered, and all of their gradients.
+    assert rows(text)[0][5:] == ["288 B", "288 B", "0 B", "1.1 KiB", "-", "1.7 KiB + activations"]
+
+
+def test_a_pipeline_is_proposed_if_nothing_else_fits(printed: dict[str, tuple[int, str]]) -> None:
+    status, text = printed["only a pipeline fits"]
+    assert status == 0, text
+    assert "proposed  pp 4, 32-true: nothing on 4 ranks fits without a pipeline" in text, text
+    assert "pp 2" not in printed["all"][1]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -321,6 +386,10 @@ def test_an_empty_column_states_its_reason(printed: dict[str, tuple[int, str]], 
         ("an unknown size", "--memory lots: give what a rank has, such as 80GiB or 24GB."),
         ("experts without a plan", "ep=2 needs a plan of the experts: pass MeshStrategy(plan={pattern: "),
         ("too many ranks of experts", "ep=4 does not divide dp_shard=2: experts are divided over ranks that shard"),
+        ("too few blocks", "the pipeline has 8 stages, and 'blocks' has 4 blocks: use at most 4 stages."),
+        ("too few micro-batches", "microbatches=1: the schedule 1F1B over 2 ranks needs at least 2. Use more (8 keep"),
+        ("an unknown schedule", "schedule='1F2B' is unknown. Did you mean"),
+        ("a schedule alone", "schedule='GPipe' without pp: only a pipeline uses it. Set pp to 2 or more, or leave out"),
         ("too few experts", "'experts' has 2 experts, which ep=4 does not divide: choose an ep that divides 2."),
     ],
 )

@@ -40,6 +40,18 @@ from leyden import TrainModule
 class A(TrainModule): pass
 class B(TrainModule): pass
 """
+TIED_SCRIPT = """
+from torch import nn
+from leyden import TrainModule
+
+class Tied(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(3, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.head = nn.Linear(8, 3, bias=False)
+        self.head.weight = self.tokens.weight
+"""
 EXPERTS_SCRIPT = """
 import torch
 from torch import nn
@@ -68,6 +80,10 @@ COMMANDS = {
     "a typo": ("train.py", "--tp", "2", "--plan", "train.py:TYPO"),
     "a class as a plan": ("train.py", "--tp", "2", "--plan", "train.py:Net"),
     "rows": ("train.py", "--tp", "3"),
+    "a pipeline": ("train.py", "--pp", "2", "--dp_shard", "2"),
+    "a tied pipeline": ("tied.py", "--pp", "2"),
+    "stages that repeat": ("tied.py", "--pp", "2", "--schedule", "Interleaved1F1B"),
+    "too few blocks": ("train.py", "--pp", "3"),
     "experts": ("experts.py", "--dp_shard", "4", "--ep", "2"),
 }
 
@@ -90,6 +106,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
     (folder / "train.py").write_text(SCRIPT)
     (folder / "both.py").write_text(TWO_MODULES_SCRIPT)
     (folder / "experts.py").write_text(EXPERTS_SCRIPT)
+    (folder / "tied.py").write_text(TIED_SCRIPT)
     return run_world(1, run_commands, folder)[0]
 
 
@@ -110,6 +127,22 @@ def test_repeated_layers_share_a_row(done: dict[str, tuple[int, str]]) -> None:
         ["per rank", "216 B, 31.58% of them; 0 B are whole everywhere"],
         ["placement", "S(n): split along dimension n; R: the same on each rank"],
     ]
+
+
+def test_a_pipeline_places_each_block_on_one_stage(done: dict[str, tuple[int, str]]) -> None:
+    status, text = done["a pipeline"]
+    assert status == 0, text
+    found = [" ".join(line.split()) for line in text.splitlines()]
+    assert "blocks.0.weight 8 × 8 - pp 0, dp_shard S(0) 128" in found
+    assert "head.weight 3 × 8 - pp 1, dp_shard S(0) 64" in found
+    # Half of a layer of 288 bytes; and of another, with the head's 108 bytes, of whose 3 rows the first rank has 2.
+    assert "on pp 0 144 B, 21.05% of them; 0 B are whole on its ranks" in found
+    assert "on pp 1 216 B, 31.58% of them; 0 B are whole on its ranks" in found
+    found = [" ".join(line.split()) for line in done["a tied pipeline"][1].splitlines()]
+    assert "tokens.weight 3 × 8 - pp 0 and 1 96" in found and "head.weight 3 × 8 - is tokens.weight 0" in found
+    assert "blocks.*.weight (× 2) 8 × 8 - pp 0 512" in found
+    places = [line.split()[-2] for line in done["stages that repeat"][1].splitlines() if line.startswith("blocks")]
+    assert places == ["0", "1"]
 
 
 def test_experts_are_placed_over_ep(done: dict[str, tuple[int, str]]) -> None:
@@ -160,6 +193,7 @@ def test_the_plan_option_replaces_the_models_plan(done: dict[str, tuple[int, str
         ("no plan", "tp=2 needs a plan of the layers to split"),
         ("a typo", "the plan's 'block.*' matches no module of Net. Did you mean 'blocks.*'"),
         ("a class as a plan", "--plan train.py:Net is"),
+        ("too few blocks", "the pipeline has 3 stages, and 'blocks' has 2 blocks: use at most 2 stages."),
         ("rows", "blocks.0.weight has 8 rows, which tp=3 does not divide"),
     ],
 )

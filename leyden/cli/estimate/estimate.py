@@ -117,8 +117,11 @@ def _largest_group(model: nn.Module) -> int:
 @click.option("--dp_replicate", default="", help="Layouts: copies of the model, as a list.")
 @click.option("--dp_shard", default="", help="Layouts: ranks that shard each copy; -1 for all there are.")
 @click.option("--tp", default="", help="Layouts: ranks over which layers are split, such as 1,2,4.")
+@click.option("--pp", default="", help="Layouts: ranks over which blocks are divided, as stages of a pipeline.")
 @click.option("--cp", default="", help="Layouts: ranks over which sequences are divided, such as 1,2,4.")
 @click.option("--ep", default="", help="Layouts: ranks that divide experts, a part of dp_shard × cp.")
+@click.option("--schedule", metavar="NAME", help="Layouts with pp: the schedule.  [default: 1F1B]")
+@click.option("--microbatches", type=int, help="Layouts with pp: micro-batches of a batch.  [default: 4 × pp]")
 @click.option("--layouts", "every", is_flag=True, help="Layouts: all those of --ranks that fit.")
 @click.option("--plan", metavar="NAME", help="Layouts: a plan in a script or module (train.py:PLAN).")
 @click.option("--data", metavar="NAME", help="Layouts: a loader, DataModule, or function that builds one, for a batch.")
@@ -145,10 +148,10 @@ def command(
     a local Hugging Face folder, or a config.json. It is built on the meta device, which takes no memory. Activations
     come on top and grow with the batch.
 
-    With one of the options of layouts there is a row for each layout of a mesh. Activations, and the bytes that a rank
-    sends over each dimension of the mesh, are those of a training step, traced on a simulated rank with the first batch
-    of a loader: the module's own, that of the script's only DataModule, or --data; for a model of transformers one of
-    --batch-size and --seq-len.
+    With one of the options of layouts there is a row for each layout of a mesh, and for each stage of a pipeline.
+    Activations, and the bytes that a rank sends over each dimension of the mesh, are those of a training step, traced
+    on a simulated rank with the first batch of a loader: the module's own, that of the script's only DataModule, or
+    --data; for a model of transformers one of --batch-size and --seq-len.
     """
     sizes = [] if ranks is None else [_positive(size) for size in ranks.split(",")]
     precisions = [_precision(name.strip()) for name in precision.split(",")]
@@ -239,9 +242,9 @@ def shortfall(budget: int | None, totals: Mapping[str, int]) -> str | None:
     name = min(totals, key=totals.__getitem__)
     return (
         f"nothing fits in {size_of(budget)}: the least, {size_of(totals[name])} on a rank, is {name}. Shard over more "
-        "ranks (--ranks, --dp_shard), split layers or sequences (--tp, --cp), divide experts (--ep), or try "
-        "--precision bf16-true or a smaller batch. Activation checkpointing, which this table leaves out, keeps fewer "
-        "activations."
+        "ranks (--ranks, --dp_shard), split layers or sequences (--tp, --cp), divide experts or blocks (--ep, --pp), "
+        "or try --precision bf16-true or a smaller batch. Activation checkpointing, which this table leaves out, keeps "
+        "fewer activations."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import click
@@ -14,7 +15,9 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 from leyden.cli.models import ARGS, DOWNLOAD, load_model, load_object, parse_arguments
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.core.text import aligned, size_of
+from leyden.strategies.fsdp.sharding import local
 from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.pipeline.absent import AbsentParameter
 from leyden.strategies.mesh.plan import PlanLike
 
 SPLIT = (Shard, _StridedShard)
@@ -32,6 +35,7 @@ class Placed:
         placement: how each dimension of the mesh splits it, or the name of the parameter that it is tied to.
         whole: bytes of the full parameter.
         held: bytes of each rank's part.
+        stages: the ranks of a pipeline that hold it; only 0 without pp.
     """
 
     name: str
@@ -40,22 +44,44 @@ class Placed:
     placement: str
     whole: int
     held: int
+    stages: tuple[int, ...] = (0,)
 
 
-def placed(model: nn.Module, layout: Layout, plan: PlanLike | None = None) -> list[Placed]:
+def placed(model: nn.Module, layout: Layout, plan: PlanLike | None = None, schedule: str = "1F1B") -> list[Placed]:
     """Places a model on a mesh as a fit would, and returns its parameters. The model cannot be used afterwards.
 
     Args:
         model: the model, on any device, including meta.
         layout: the sizes of the mesh, all of them set.
         plan: the plan of split layers. Default: the model's own.
+        schedule: the schedule of a pipeline, which decides how many stages a rank has.
 
     Raises:
         ConfigurationError: if a fit would raise it.
     """
+    if layout.pp == 1:
+        return _placed_on(0, model, layout, plan, schedule)
+    found: dict[str, list[Placed]] = {name: [] for name, _ in model.named_parameters(remove_duplicate=False)}
+    for stage in range(layout.pp):
+        for row in _placed_on(stage, deepcopy(model), layout, plan, schedule):
+            found[row.name].append(replace(row, stages=(stage,)))
+    return [_joined(rows) for rows in found.values()]
+
+
+def _joined(rows: Sequence[Placed]) -> Placed:
+    """Joins the rows of a parameter on the ranks of a pipeline that hold it."""
+    [row, *_], stages = rows, tuple(stage for row in rows for stage in row.stages)
+    if not row.whole:
+        return row
+    where = f"pp {' and '.join(map(str, stages))}"
+    return replace(row, placement=", ".join(part for part in (where, row.placement) if part), stages=stages)
+
+
+def _placed_on(stage: int, model: nn.Module, layout: Layout, plan: PlanLike | None, schedule: str) -> list[Placed]:
+    """Places a model, and returns the parameters that the first rank of a pipeline's stage holds."""
     from leyden.strategies.mesh.simulated import simulated
 
-    with simulated(layout, plan) as strategy:
+    with simulated(layout, plan, rank=stage * layout.size // layout.pp, schedule=schedule) as strategy:
         styles = strategy.plan_for(model).matched(model) if layout.tp > 1 or layout.ep > 1 else {}
         strategy.setup_modules([model])
         first: dict[int, str] = {}
@@ -63,18 +89,21 @@ def placed(model: nn.Module, layout: Layout, plan: PlanLike | None = None) -> li
         for name, parameter in model.named_parameters(remove_duplicate=False):
             style = styles.get(name, styles.get(name.rpartition(".")[0], ""))
             word = style if isinstance(style, str) else type(style).__name__
+            if isinstance(parameter, AbsentParameter):
+                continue
             if id(parameter) in first:
                 rows.append(Placed(name, tuple(parameter.shape), word, f"is {first[id(parameter)]}", 0, 0))
                 continue
             first[id(parameter)] = name
-            assert isinstance(parameter, DTensor)
-            whole, held = parameter.nbytes, parameter.to_local().nbytes
+            whole, held = parameter.nbytes, local(parameter).nbytes
             rows.append(Placed(name, tuple(parameter.shape), word, _placement(parameter), whole, held))
         return rows
 
 
-def _placement(parameter: DTensor) -> str:
+def _placement(parameter: nn.Parameter) -> str:
     """Formats how each dimension of a DTensor's mesh splits the parameter, in torch's notation."""
+    if not isinstance(parameter, DTensor):
+        return ""
     mesh = parameter.device_mesh
     pairs = zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)
     return ", ".join(f"{name} {f'S({p.dim})' if isinstance(p, SPLIT) else 'R'}" for name, p in pairs)
@@ -86,6 +115,10 @@ def _placement(parameter: DTensor) -> str:
 @click.option("--dp_replicate", default=1, show_default=True, help="Copies of the model.")
 @click.option("--dp_shard", default=-1, show_default=True, help="Ranks that shard each copy; -1 for all there are.")
 @click.option("--tp", default=1, show_default=True, help="Ranks over which layers are split.")
+@click.option(
+    "--pp", default=1, show_default=True, help="Ranks over which blocks are divided, as stages of a pipeline."
+)
+@click.option("--schedule", default="1F1B", show_default=True, metavar="NAME", help="The schedule of a pipeline.")
 @click.option("--cp", default=1, show_default=True, help="Ranks over which sequences are divided.")
 @click.option(
     "--ep", default=1, show_default=True, help="Ranks over which experts are divided: a part of dp_shard × cp."
@@ -102,6 +135,8 @@ def command(
     dp_replicate: int,
     dp_shard: int,
     tp: int,
+    pp: int,
+    schedule: str,
     cp: int,
     ep: int,
     ranks: int | None,
@@ -116,10 +151,10 @@ def command(
     path (package.module:Class), a local Hugging Face folder, or a config.json. The model is built on the meta device,
     which takes no memory, and no rank is started. Layouts that fit refuses are refused here with the same error.
     """
-    layout = filled(Layout(dp_replicate, dp_shard, tp, cp=cp, ep=ep), ranks)
+    layout = filled(Layout(dp_replicate, dp_shard, tp, pp, cp, ep), ranks)
     entries = load_plan(plan)
     built, _ = load_model(model, parse_arguments(arguments), download)
-    rows = placed(built, layout, entries)
+    rows = placed(built, layout, entries, schedule)
     click.echo(table(rows if each else list(collapsed(rows))))
     click.echo(f"\n{summary(rows, layout)}")
 
@@ -176,15 +211,17 @@ def table(rows: Sequence[Placed]) -> str:
 
 def summary(rows: Sequence[Placed], layout: Layout) -> str:
     """Summarizes a plan: the mesh, and how much of the model each rank holds."""
-    whole, held = sum(row.whole for row in rows), sum(row.held for row in rows)
-    everywhere = sum(row.held for row in rows if "S(" not in row.placement)
+    whole = sum(row.whole for row in rows)
     lines = [
         ("mesh", f"{layout} of {layout.size} rank{'s'[: layout.size != 1]}"),
         ("parameters", f"{size_of(whole)} as built"),
-        (
-            "per rank",
-            f"{size_of(held)}, {held / max(whole, 1):.2%} of them; {size_of(everywhere)} are whole everywhere",
-        ),
-        ("placement", "S(n): split along dimension n; R: the same on each rank"),
     ]
+    for stage in range(layout.pp):
+        own = [row for row in rows if stage in row.stages]
+        held, unsplit = sum(row.held for row in own), sum(row.held for row in own if "S(" not in row.placement)
+        name, where = ("per rank", "everywhere") if layout.pp == 1 else (f"on pp {stage}", "on its ranks")
+        lines.append(
+            (name, f"{size_of(held)}, {held / max(whole, 1):.2%} of them; {size_of(unsplit)} are whole {where}")
+        )
+    lines.append(("placement", "S(n): split along dimension n; R: the same on each rank"))
     return "\n".join(aligned(lines))

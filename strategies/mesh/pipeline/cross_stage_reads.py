@@ -64,10 +64,8 @@ def _names_elsewhere(pipeline: Pipeline, stage: int) -> list[str]:
 
 def _described(pipeline: Pipeline, stage: int) -> str:
     """Returns a description of a stage by its blocks, such as `blocks.2 to 3 and the modules after them`."""
-    names = [pipeline.cut.blocks[index] for index in pipeline.cut.blocks_of(stage)]
-    through = f" to {names[-1]}" if len(names) > 1 else ""
     last = " and the modules after them" if stage == pipeline.cut.stages - 1 else ""
-    return f"{pipeline.cut.container}.{names[0]}{through}{last}"
+    return f"{pipeline.cut.described(stage)}{last}"
 
 
 @contextmanager

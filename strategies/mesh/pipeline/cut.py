@@ -44,6 +44,11 @@ class Cut:
         """Returns the indices of a stage's blocks."""
         return range(self.starts[stage], (*self.starts, len(self.blocks))[stage + 1])
 
+    def described(self, stage: int) -> str:
+        """Returns the names of a stage's blocks, such as `blocks.2 to 3`."""
+        names = [self.blocks[index] for index in self.blocks_of(stage)]
+        return f"{self.container}.{names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "")
+
     def stage_of(self, name: str) -> int:
         """Returns the stage that holds a parameter, given its full name."""
         block = name.removeprefix(f"{self.container}.").partition(".")[0]

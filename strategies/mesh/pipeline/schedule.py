@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -124,6 +124,22 @@ class Schedule:
         """Returns the stages that a pipeline rank holds."""
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
+    @property
+    def bubble(self) -> float | None:
+        """The share of a step in which a rank waits for others, or None for schedules without a formula.
+
+        A step runs m micro-batches through the v stages of each rank, while p - 1 ranks fill and drain the pipeline:
+        (p - 1) / (v m + p - 1). From Narayanan et al., 2021, https://arxiv.org/abs/2104.04473, section 2.2, which
+        divides by the time without the bubble. All stages take the same time there, and messages take none.
+
+        Example:
+            >>> Schedule("1F1B", micro_batches=7, ranks=2).bubble
+            0.125
+        """
+        if self.name in ZERO_BUBBLE:
+            return None
+        return (self.ranks - 1) / (self.stages // self.ranks * self.micro_batches + self.ranks - 1)
+
     def __str__(self) -> str:
         return f"{self.name} of {self.micro_batches} micro-batches"
 
@@ -156,7 +172,8 @@ class Pipeline:
         group: the ranks of the pipeline.
         device: the device of this rank.
         rng: random numbers of this rank's stages.
-        before_backward: called before each backward pass, with True if it is the batch's last on this rank.
+        before_backward: called before each backward pass, with True if it is the batch's last on this rank, and the
+            outputs that it begins from.
         host_group: all ranks of the run, on their CPUs.
         rehearses_with_all: True if all ranks of the run rehearse at the same time; False for those of this pipeline.
         context: runs micro-batches that are parts of sequences; None if they are whole.
@@ -170,7 +187,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         rng: PipelineRNG,
-        before_backward: Callable[[bool], None],
+        before_backward: Callable[[bool, Any], None],
         host_group: dist.ProcessGroup,
         rehearses_with_all: bool,
         context: ContextParallel | None,
@@ -222,6 +239,22 @@ class Pipeline:
         """Returns the parameters of a stage of this rank."""
         named = self._root.named_parameters(remove_duplicate=False)
         return (parameter for name, parameter in named if self.cut.stage_of(name) == stage)
+
+    @property
+    def payloads(self) -> dict[tuple[Any, int], PayloadSpec]:
+        """The payloads that the stages of this rank receive, as far as they are known, by signature and stage."""
+        return dict(self._received_specs)
+
+    def expect(self, payloads: Mapping[tuple[Any, int], PayloadSpec]) -> None:
+        """Takes the `payloads` of a rank that held all stages: their micro-batches need no rehearsal here."""
+        self._received_specs |= payloads
+        self._sent_specs |= {(key, stage - 1): spec for (key, stage), spec in payloads.items()}
+        self._rehearsed |= {key for key, _ in payloads}
+
+    def kept(self) -> Iterator[Tensor]:
+        """Yields the tensors that torch's stages keep in a batch: receive buffers, and outputs until their backward."""
+        if self._latest is not None:
+            yield from self._latest[1].kept()
 
     # forward, stage by stage ------------------------------------------------------------------------------------------
     def relay(self, step: Callable[[Any], Any], batch: Any, key: Any = None, switches_rng: bool = False) -> Any:
@@ -457,10 +490,10 @@ class Pipeline:
         specs = running.specs[stage + 1]
         return tuple(padded(tensor, spec.shape).contiguous() for tensor, spec in zip(tensors, specs, strict=True))
 
-    def begin_backward(self) -> None:
-        """Begins the next backward pass; called by the schedule."""
+    def begin_backward(self, outputs: Any) -> None:
+        """Begins the next backward pass, from some outputs; called by the schedule."""
         assert self._running is not None
-        self._before_backward(self._running.begin_backward())
+        self._before_backward(self._running.begin_backward(), outputs)
 
     def backward_context(self, index: int) -> AbstractContextManager[None]:
         """The context of a micro-batch's backward pass, which may recompute its forward pass."""
@@ -479,22 +512,27 @@ class _StageModule(nn.Module):
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
         super().__init__()
-        self._pipeline, self._stage = pipeline, stage
+        self._pipeline, self._stage, self._index = pipeline, stage, 0
+
+    def begin(self, index: int) -> None:
+        """Begins the forward pass of a micro-batch."""
+        self._index = index
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Returns the stage's parameters. Zero-bubble schedules compute their gradients in separate passes."""
         return self._pipeline.parameters_of(self._stage)
 
-    def forward(self, *received: Tensor, index: Tensor) -> Any:
-        return self._pipeline.forward(self._stage, received if self._stage else (), int(index))
+    def forward(self, *received: Tensor) -> Any:
+        return self._pipeline.forward(self._stage, received if self._stage else (), self._index)
 
 
 class _Stage(PipelineStage):
-    """torch's stage, extended to report when a backward pass begins."""
+    """torch's stage, extended to report which micro-batch runs, and when a backward pass begins."""
 
     def __init__(self, pipeline: Pipeline, stage: int, inputs: Any, outputs: Any) -> None:
+        module = _StageModule(pipeline, stage)
         super().__init__(
-            _StageModule(pipeline, stage),
+            module,
             stage,
             pipeline.cut.stages,
             pipeline.device,
@@ -502,14 +540,23 @@ class _Stage(PipelineStage):
             output_args=outputs,
             group=pipeline.group,
         )
-        self._pipeline = pipeline
+        self._pipeline, self._module = pipeline, module
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Tensor:
+        # The stages vote on exchanging shapes, which all of them know. Only the messages, which connect them, count.
+        super()._warmup_backward_result(*args, **kwargs)
+        return torch.tensor([1], dtype=torch.int32)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._module.begin(fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._pipeline.backward_context(bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        self._pipeline.begin_backward()
+        self._pipeline.begin_backward(bwd_kwargs["stage_output"])
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
@@ -527,7 +574,7 @@ class _TorchSchedule:
         self.specs = specs
         self._has_first, self._has_last = 0 in pipeline.stages, last in pipeline.stages
         index = torch.zeros(1, dtype=torch.long)
-        stages = [
+        self._stages = [
             _Stage(
                 pipeline,
                 stage,
@@ -542,7 +589,15 @@ class _TorchSchedule:
         kind: Any = get_schedule_class(schedule.name)
         arguments = {"loss_fn": _the_loss, "scale_grads": False}
         single = issubclass(kind, PipelineScheduleSingle)
-        self._schedule = kind(stages[0] if single else stages, schedule.micro_batches, **arguments)
+        self._schedule = kind(self._stages[0] if single else self._stages, schedule.micro_batches, **arguments)
+
+    def kept(self) -> Iterator[Tensor]:
+        """Yields receive buffers, and the outputs of micro-batches that wait for their backward."""
+        for stage in self._stages:
+            for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                yield from (info.buffer for info in received if info.buffer is not None)
+            for outputs, _ in stage.fwd_cache.values():
+                yield from outputs
 
     def run(self, count: int) -> None:
         """Runs a batch of `count` micro-batches forward and backward."""
@@ -550,7 +605,7 @@ class _TorchSchedule:
         arguments = (indices,) if self._has_first else ()
         target = {"target": indices} if self._has_last else {}
         try:
-            self._schedule.step(*arguments, index=indices, return_outputs=False, **target)
+            self._schedule.step(*arguments, return_outputs=False, **target)
         except RuntimeError as error:
             # torch wraps an error of a stage in a RuntimeError that lists every tensor.
             if error.__cause__ is not None:

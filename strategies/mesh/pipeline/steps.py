@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,6 +35,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What the ranks of a pipeline learn before they train.
+
+    Attributes:
+        payloads: what each stage receives, by the signature of a micro-batch and the stage.
+        counts_items: True if steps return num_items with their losses.
+    """
+
+    payloads: Mapping[tuple[Any, int], PayloadSpec]
+    counts_items: bool
+
+
 class PipelineSteps:
     """Runs steps through a pipeline, for a MeshStrategy.
 
@@ -43,7 +57,7 @@ class PipelineSteps:
         holdings: the parts of the model that this rank's stages hold.
         schedule: the order in which micro-batches run.
         group: the ranks of the pipeline.
-        before_backward: called before each backward pass, with True if it is the batch's last on this rank.
+        before_backward: called before each backward pass (see `Pipeline`).
         context: runs steps on parts of sequences: every batch is then a `SequencePart`. None if sequences are whole.
     """
 
@@ -54,7 +68,7 @@ class PipelineSteps:
         holdings: Holdings,
         schedule: Schedule,
         group: dist.ProcessGroup,
-        before_backward: Callable[[bool], None],
+        before_backward: Callable[[bool, Any], None],
         context: ContextParallel | None,
     ) -> None:
         self._strategy, self.root, self.holdings, self._group = strategy, root, holdings, group
@@ -90,6 +104,21 @@ class PipelineSteps:
         self._is_synchronized = False
         """True once the ranks' random generators have been synchronized."""
         self.numbers = NumberBroadcast(group, self.pipeline.last_rank, device)
+
+    # rehearsals elsewhere ---------------------------------------------------------------------------------------------
+    def rehearse_alone(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> Rehearsal:
+        """Rehearses all micro-batches of a batch on a rank that holds all stages."""
+        step, counts_items = self._step(step_fn, extra), False
+        with torch.no_grad():
+            for part in self.pipeline.unrehearsed(cut(batch, self.pipeline.schedule.micro_batches)):
+                outputs = self.pipeline.relay(step, part.batch, part.signature)
+                counts_items = isinstance(outputs, dict) and outputs.get("num_items") is not None
+        return Rehearsal(self.pipeline.payloads, counts_items)
+
+    def expect(self, rehearsal: Rehearsal) -> None:
+        """Takes what `rehearse_alone` has learned elsewhere, in place of `start`."""
+        self.pipeline.expect(rehearsal.payloads)
+        self._counts_items = rehearsal.counts_items
 
     # a batch ----------------------------------------------------------------------------------------------------------
     def start(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> None:
