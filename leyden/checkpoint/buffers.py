@@ -19,9 +19,7 @@ from leyden.core.saved_state import SavedState, brief
 class Buffers:
     """The buffers of this rank that differ from rank 0's. Rank 0's buffers are saved with the weights.
 
-    Args:
-        module: the module that has the buffers.
-        ranks: the ranks to compare. Every rank must call `state_dict`.
+    Every rank must call `state_dict`, which compares them.
     """
 
     def __init__(self, module: nn.Module, ranks: CheckpointRanks) -> None:

@@ -115,12 +115,9 @@ def is_packed(checkpoint: Any) -> bool:
 
 
 def unpack(checkpoint: Mapping[str, Any], name: str, folder: Path) -> Path:
-    """Converts a dict from `pack` back to a checkpoint folder, with the weights that are in the dict now.
+    """Converts a dict from `pack` to a checkpoint in a folder, with the weights that are in the dict now.
 
-    Args:
-        checkpoint: the dict.
-        name: the checkpoint's name, for messages.
-        folder: the folder in which to create the checkpoint.
+    `name` is what messages call the checkpoint.
 
     Raises:
         CheckpointError: if the dict is damaged; names the entry.

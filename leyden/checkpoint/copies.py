@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from leyden.checkpoint.format.bucket import Place
 from leyden.checkpoint.format.manifest import FileEntry
-from leyden.checkpoint.format.safefile import write_file, write_tensors
+from leyden.checkpoint.format.safefile import write_file, write_stream
 from leyden.checkpoint.format.secrets import OWNERS, is_marked
-from leyden.checkpoint.format.tensors import is_sharded, local_part
+from leyden.checkpoint.format.tensors import local_part
 from leyden.checkpoint.format.unflushed import Unflushed
 from leyden.core.devices import copies_aside, make_current, mark, pins_memory, runtime_of
 from leyden.core.errors import LeydenError
@@ -36,9 +36,7 @@ class Content(ABC):
     def write(self, path: Place, unflushed: Unflushed) -> FileEntry:
         """Writes the content to a new file and returns the file's manifest entry.
 
-        Args:
-            path: the path of the new file.
-            unflushed: takes over the open file, and flushes it later.
+        `unflushed` takes over the open file, and flushes it later.
 
         Raises:
             OSError: if the file cannot be written.
@@ -58,18 +56,14 @@ class Text(Content):
 
 @dataclass(frozen=True, slots=True)
 class Tensors(Content):
-    """A safetensors file.
-
-    Attributes:
-        tensors: plain dense tensors, by key.
-        metadata: strings for the file's header.
-    """
+    """A safetensors file: plain dense tensors by key, and strings for its header."""
 
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str] | None = None
 
     def write(self, path: Place, unflushed: Unflushed) -> FileEntry:
-        return write_tensors(path, self.tensors, self.metadata, unflushed)
+        forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        return write_stream(path, forms, lambda name: self.tensors[name].detach(), self.metadata, unflushed)
 
 
 Key: TypeAlias = tuple[str, str]
@@ -97,12 +91,7 @@ class HostMemory:
         self._previous, self._used = self._used, {}
 
     def room(self, key: Key, like: Tensor) -> Tensor:
-        """Returns a contiguous buffer on the CPU for a copy of a tensor.
-
-        Args:
-            key: the tensor's name.
-            like: the tensor.
-        """
+        """Returns a contiguous CPU buffer for a copy of a tensor, which has the same key in every save."""
         buffer = self._previous.pop(key, None)
         pinned = pins_memory(like.device.type)
         if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype or buffer.is_pinned() != pinned:
@@ -137,7 +126,7 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
     """Yields this rank's part of every tensor in a nest of dicts, lists and tuples, if that part has memory."""
     for leaf in leaves(tree):
         if isinstance(leaf, Tensor):
-            part = local_part(leaf) if is_sharded(leaf) else leaf
+            part = local_part(leaf)
             may_defer = part.device.type == "cpu" or copies_aside(part.device)
             if may_defer and part.layout is torch.strided and part.numel():
                 yield part

@@ -34,12 +34,9 @@ class DigestReader:
         self._memory = HostMemory()
 
     def held(self, strategy: Strategy, module: nn.Module, wanted: Callable[[str, Tensor], bool]) -> dict[str, Held]:
-        """Returns the digests of this rank's parts, in the module's order. All ranks call it.
+        """Returns the digests of this rank's parts, in the module's order. All ranks call it between two steps.
 
-        Args:
-            strategy: the strategy under which the module trains.
-            module: the module, between two steps.
-            wanted: called with a tensor's name and the tensor; returns True if this rank should read it.
+        `wanted` is called with a tensor's name and the tensor, and returns True if this rank should read it.
         """
         tensors: dict[str, tuple[str, dict[Box, list[Tensor]]]] = {}
         for name, tensor in saved_tensors(strategy, module).items():
@@ -90,13 +87,10 @@ class _TensorCollector:
 
 
 def merged(found: Iterable[Mapping[str, Held]]) -> dict[str, Digest]:
-    """Merges the digests of all ranks into one digest for each tensor.
+    """Merges the results of `DigestReader.held` on all ranks, in rank order, into one digest for each tensor.
 
     A tensor that is not sharded gets the digest of its bytes. A sharded tensor gets the digest of its shards' digests,
     whichever ranks hold them. If several ranks hold the same shard, the first rank's digest counts.
-
-    Args:
-        found: the result of `DigestReader.held` on each rank, in rank order.
     """
     forms: dict[str, str] = {}
     parts: dict[str, dict[Box, str]] = {}
@@ -139,12 +133,7 @@ def _parts(tensor: Tensor) -> dict[Box, list[Tensor]]:
 
 
 def _digest(pieces: Sequence[Tensor], known: dict[tuple[Any, ...], str]) -> str:
-    """Returns the digest of dense CPU tensors, in the order of their elements.
-
-    Args:
-        pieces: the tensors.
-        known: the digests so far, by memory. Tied tensors are read only once.
-    """
+    """Returns the digest of dense CPU tensors. `known` has digests by memory, so that tied tensors are read once."""
     memory = tuple((piece.data_ptr(), piece.dtype, piece.shape, piece.stride()) for piece in pieces if piece.numel())
     if memory not in known or not memory:
         digest = digest_of(XXH3)()

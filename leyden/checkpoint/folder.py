@@ -55,12 +55,8 @@ def newest_reader(
 ) -> CheckpointReader | None:
     """Returns a reader of the newest checkpoint in several folders, as `newest` finds it in one.
 
-    Args:
-        places: the folders, each with its depth, as for `newest`.
-        strict: as for `newest`.
-        ranks: as for `newest`.
-        ahead: as for `open_verified`.
-        accepts: returns False for the checkpoints to leave out. Called on rank 0. None accepts all.
+    The folders come with their depths. `ahead` is that of `open_verified`. `accepts`, called on rank 0, returns False
+    for checkpoints to leave out.
     """
     from leyden.checkpoint.reader import open_verified
 

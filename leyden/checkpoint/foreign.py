@@ -58,9 +58,8 @@ def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
 def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
     """Loads a file of another trainer that holds only tensors and plain containers, without running any code.
 
-    Args:
-        path: a `.safetensors` file, or a pickle, which torch's safe loader reads.
-        trust: if the safe loader refuses a pickle, unpickle it in full, which runs any code in the file.
+    A pickle is read by torch's safe loader. With `trust`, one that it refuses is unpickled in full, which runs any code
+    in the file.
 
     Raises:
         CheckpointError: if the file holds other objects and is not trusted, or cannot be read.
@@ -91,12 +90,8 @@ def _loaded(path: Path, weights_only: bool) -> Any:
 class ForeignWeights:
     """The weights in a file of another trainer.
 
-    Args:
-        path: the file.
-        trust: as for `load_foreign`.
-        weights_only: True reads the file only with torch's safe loader, False in full if necessary. By default `trust`
-            decides.
-        loaded: the file's content, if the caller has already read it.
+    `weights_only` True reads the file only with torch's safe loader, False in full if necessary. By default `trust`
+    decides, as for `load_foreign`. `loaded` is the file's content, if the caller has already read it.
     """
 
     def __init__(self, path: Path, trust: bool, weights_only: bool | None = None, loaded: Any = None) -> None:

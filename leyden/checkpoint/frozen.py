@@ -68,13 +68,9 @@ class FrozenPart:
         return {"source": self.source, "digest": digest, "tensors": dict(self.digests)}
 
     def check(self, reader: CheckpointReader, module: nn.Module, now: Mapping[str, str], strict: bool) -> None:
-        """Checks that a module holds the tensors that a checkpoint leaves out.
+        """Checks that a module holds the tensors that a checkpoint leaves out, before its weights are loaded.
 
-        Args:
-            reader: the reader of the checkpoint.
-            module: the module, before the checkpoint's weights are loaded into it.
-            now: the digests of the module's tensors.
-            strict: whether names must match exactly.
+        `now` are the digests of the module's tensors. If `strict`, names must match exactly.
 
         Raises:
             CheckpointError: if the module's frozen tensors have other values or names; names them.
@@ -111,11 +107,8 @@ def frozen_part(
 ) -> FrozenPart:
     """Returns the tensors of a module that do not train, and are as before training. All ranks call it.
 
-    Args:
-        module: the module, between two steps.
-        strategy: the strategy under which it trains.
-        base: the digests of its tensors before training.
-        substitutes: tensors that are saved in place of the module's of the same name.
+    `base` are the digests of its tensors before training. Substitutes are saved in place of the module's tensors of the
+    same name.
     """
     trainable = trainable_names(module, CheckpointRanks(strategy))
     now = digests_of(module, strategy, substitutes)
@@ -137,15 +130,12 @@ def digests_of(
 ) -> dict[str, str]:
     """Returns a digest of each parameter and persistent buffer, by name. All ranks call it.
 
-    The digest of a tensor is the sum of its elements' bits times pseudo-random odd factors, modulo 2**64. A factor is
-    a product of one factor for each index, so the shards of a tensor can be summed where they are. Any change of a
-    single element changes the sum.
+    The digest of a tensor is the sum of its elements' bits times pseudo-random odd factors, modulo 2**64. A factor is a
+    product of one factor for each index, so the shards of a tensor can be summed where they are. Any change of a single
+    element changes the sum.
 
-    Args:
-        module: the module, between two steps.
-        strategy: the strategy under which the module trains; None for a plain module.
-        substitutes: tensors to digest in place of the module's of the same name.
-        dtypes: dtypes to convert tensors to first, by name.
+    Substitutes take the place of the module's tensors of the same name. Tensors are converted to their entry in
+    `dtypes` first.
     """
     ranks = CheckpointRanks(strategy)
     tensors = module.state_dict() if strategy is None else saved_tensors(strategy, module)
@@ -171,12 +161,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def _sums(tensor: Tensor, counts: bool) -> dict[tuple[int, ...], Tensor]:
-    """Returns the sums of this rank's parts of a tensor, by place.
-
-    Args:
-        tensor: the tensor.
-        counts: True on the rank whose copy of an unsharded tensor counts.
-    """
+    """Returns the sums of this rank's parts of a tensor, by place. One rank's copy of an unsharded one `counts`."""
     if is_sharded(tensor):
         from leyden.checkpoint.shards import held_parts
 
@@ -189,12 +174,7 @@ def _sums(tensor: Tensor, counts: bool) -> dict[tuple[int, ...], Tensor]:
 
 
 def _sum(part: Tensor, offsets: tuple[int, ...]) -> Tensor:
-    """Returns the sum of a rectangle's elements times their factors, as a scalar of int64, which wraps around.
-
-    Args:
-        part: the rectangle.
-        offsets: its place in the whole tensor.
-    """
+    """Returns the sum of a rectangle's elements times their factors: an int64, which wraps around."""
     factors = [_factors(start, size, part.device) for start, size in zip(offsets, part.shape, strict=True)]
     if part.element_size() in _BITS:
         return _weighted(part.view(_BITS[part.element_size()]), factors)

@@ -19,17 +19,11 @@ def has_more_groups(saved: Any, optimizer: Optimizer) -> bool:
 
 
 def add_gained_groups(optimizer: Optimizer, saved: Any, made: int, module: nn.Module) -> None:
-    """Adds the groups that the saved optimizer gained after it was created.
+    """Adds the groups that the saved optimizer gained after it was created with `made` groups.
 
     Until the state is loaded, they have the first group's options. If the state does not fit, no group is added: the
     optimizer was created with a different number of groups, or a parameter has left the module or is in a group
     already. `check_named` then names the difference.
-
-    Args:
-        optimizer: the optimizer from `configure_optimizers`.
-        saved: the saved state, as `to_named` returned it.
-        made: the number of groups with which the saved optimizer was created.
-        module: the module that has the parameters.
 
     Example:
         >>> from torch.optim import SGD

@@ -23,10 +23,6 @@ class OpenGradients:
 
     Each rank saves its own: where a module accumulates without an exchange (`toggle_model(sync_grad=False)`), they
     differ. Automatic optimization has none, since it saves between two accumulation windows.
-
-    Args:
-        module: the module that has the parameters.
-        engine: the engine, which knows the optimizers whose gradients wait for a step.
     """
 
     def __init__(self, module: TrainModule, engine: Engine) -> None:
@@ -66,12 +62,7 @@ class OpenGradients:
 
 
 class UnreducedGradients:
-    """What this rank's backward passes without an exchange left for the next one, where `.grad` does not hold it.
-
-    Args:
-        module: the module that has the parameters.
-        engine: the engine of the run.
-    """
+    """What this rank's backward passes without an exchange left for the next one, where `.grad` does not hold it."""
 
     def __init__(self, module: TrainModule, engine: Engine) -> None:
         self._module, self._engine = module, engine

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from leyden.checkpoint.conversions import converted, is_model
 from leyden.checkpoint.format.errors import CheckpointError, blame
 from leyden.checkpoint.format.manifest import LAYOUT, MANIFEST, PROGRESS
-from leyden.checkpoint.format.safefile import CheckedFile, read_header, room
+from leyden.checkpoint.format.safefile import CheckedFile, read_header
 from leyden.checkpoint.format.shard_table import Table, Want, fill, whole_table
-from leyden.checkpoint.format.tensors import dtype_named
 from leyden.core.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
@@ -28,9 +27,7 @@ _MAX_INDEX = 2**28
 class HuggingFaceFolder:
     """The weights in a folder that `save_pretrained` wrote. Each rank reads only its own part of sharded tensors.
 
-    Args:
-        path: the folder.
-        tables: the tables of the weights by name; read from the folder's files if left out.
+    Their tables are read from the folder's files, unless they are given.
 
     Raises:
         CheckpointError: if a file is missing or invalid; names the file.
@@ -54,7 +51,7 @@ class HuggingFaceFolder:
         for name in self._files():
             with self._open(name) as file:
                 for key, (dtype, shape, _) in read_header(file).items():
-                    tables[key] = whole_table(torch.empty(shape, dtype=dtype, device="meta"), name, key)
+                    tables[key] = whole_table(dtype, shape, name, key)
         return tables
 
     @staticmethod
@@ -100,21 +97,12 @@ class HuggingFaceFolder:
             fill(self._open, wants)
 
     def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-        """Reads whole tensors.
-
-        Args:
-            names: the names to read; all by default.
-            device: the device for the tensors.
-        """
+        """Reads whole tensors; all by default."""
         chosen = list(self._tables) if names is None else list(names)
         unknown = next((name for name in chosen if name not in self._tables), None)
         if unknown is not None:
             raise CheckpointError(self.path, f"has no weights {unknown!r}. {nearest(unknown, self._tables)}")
-        tables = {name: self._tables[name] for name in chosen}
-        wants = {
-            name: Want(table, (0,) * len(table["shape"]), room(table["shape"], dtype_named(table["dtype"])))
-            for name, table in tables.items()
-        }
+        wants = {name: Want.whole(self._tables[name]) for name in chosen}
         with blame(self.weights_file):
             fill(self._open, wants.values())
         return {name: want.target.to(device) for name, want in wants.items()}

@@ -192,11 +192,9 @@ class RunLock(ABC):
 
     @abstractmethod
     def _take(self, abandoned: bytes | None, content: bytes) -> bool:
-        """Writes the lock file if it is as it was read. Returns False if another process was quicker.
+        """Writes the lock file if it is still as it was read: abandoned with this content, or missing if that is None.
 
-        Args:
-            abandoned: the content that was read; None if there was no lock file.
-            content: the content to write.
+        Returns False if another process was quicker.
         """
 
     @abstractmethod
@@ -205,12 +203,7 @@ class RunLock(ABC):
 
     @abstractmethod
     def _touch(self, content: bytes, is_gone: bool) -> None:
-        """Renews the time of the lock file.
-
-        Args:
-            content: its content.
-            is_gone: True if there is no lock file.
-        """
+        """Renews the time of the lock file, which has this content. Creates it if it is gone."""
 
     @abstractmethod
     def _read_with_time(self) -> tuple[bytes, float] | None:
@@ -226,12 +219,6 @@ class FolderLock(RunLock):
 
     The file is created by a hard link, which is atomic on network file systems too, or with O_EXCL if the file system
     has no links.
-
-    Args:
-        folder: the folder, which is created if it does not exist.
-        beat: as for RunLock.
-        silent: as for RunLock.
-        elsewhere: as for RunLock.
 
     Attributes:
         path: the lock file.
@@ -368,12 +355,6 @@ class BucketLock(RunLock):
     Each owner has an object of its own, `.leyden-lock/<n>`, and the one with the highest number holds the folder. The
     next number is taken by a request that fails if the object exists. An owner that ends marks its object, so that one
     that wakes up later does not take the folder for its own.
-
-    Args:
-        folder: the folder.
-        beat: as for RunLock.
-        silent: as for RunLock.
-        elsewhere: as for RunLock.
     """
 
     def __init__(

@@ -46,12 +46,7 @@ def _write_token(folder: Path) -> str:
 
 
 def ship(files: list[Mapping[str, FileEntry]], folder: Path, ranks: CheckpointRanks) -> None:
-    """Sends the files that each rank wrote to the keepers of all other folders.
-
-    Args:
-        files: for each rank the files that it wrote.
-        folder: this rank's folder.
-        ranks: all ranks, which call this function in step.
+    """Sends the files that each rank wrote to the keepers of all other folders. All ranks call it.
 
     Raises:
         CheckpointError: on all ranks, if one cannot read or write a file, or receives wrong bytes.

@@ -87,11 +87,6 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
     the parameter itself had another dtype when saved, as under another precision, state of the parameter's shape and
     dtype is cast along with it.
 
-    Args:
-        optimizer: an optimizer of the same class, with the same parameter groups.
-        saved: the state, with tensors on any device.
-        names: as for `to_named`.
-
     Raises:
         ConfigurationError: if groups differ, or a parameter is missing or new; names the parameter.
     """
@@ -144,11 +139,6 @@ _NEEDED = {
 
 def check_named(optimizer: Optimizer, saved: Any, names: Names) -> None:
     """Raises if `from_named` could not load a state. Changes nothing.
-
-    Args:
-        optimizer: as for `from_named`.
-        saved: the state.
-        names: as for `to_named`.
 
     Raises:
         ConfigurationError: if groups differ, or a parameter is missing or new; names the parameter.

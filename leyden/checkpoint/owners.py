@@ -164,10 +164,6 @@ class RankStates:
     data ranks is the same, all ranks of a data rank continue from the state of its first rank. Otherwise owners regroup
     the states. The position in the data is counted in samples of the global order, so every rank takes it from rank 0.
 
-    Args:
-        reader: the reader of a checkpoint that has states of ranks.
-        strategy: the run's strategy, which knows this rank and the layout.
-
     Attributes:
         files: the names of the states that this rank continues from; its own first.
         path: the first state's file, for messages.
@@ -189,9 +185,7 @@ class RankStates:
     def read(self, owners: RankOwners, like: Any = None) -> dict[str, Any]:
         """Reads the states. Owners regroup them if a different number of data ranks wrote the checkpoint.
 
-        Args:
-            owners: the owners of this run.
-            like: the current state, whose classes are used for the saved ones.
+        The classes in the current state `like` are used for the saved ones.
 
         Raises:
             CheckpointError: if a state cannot be read or regrouped; names the file.

@@ -17,7 +17,7 @@ from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.folder import identity
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
-from leyden.checkpoint.format.codec import Classes, decode
+from leyden.checkpoint.format.codec import decode
 from leyden.checkpoint.format.errors import CheckpointError, NoCheckpointError, blame
 from leyden.checkpoint.format.manifest import (
     EXTRA,
@@ -30,7 +30,7 @@ from leyden.checkpoint.format.manifest import (
     parts_in,
     read_manifest,
 )
-from leyden.checkpoint.format.safefile import CheckedFile, read_tensors, room
+from leyden.checkpoint.format.safefile import CheckedFile, read_tensors
 from leyden.checkpoint.format.shard_table import Table, Want, check_spec, fill
 from leyden.checkpoint.format.tensors import (
     TRANSLATED,
@@ -102,10 +102,7 @@ class CheckpointReader:
     def verify(self, part: int = 0, parts: int = 1, unread: bool = False) -> None:
         """Verifies all files against their checksums, or one of several equal parts of their bytes.
 
-        Args:
-            part: the index of the part to verify.
-            parts: the number of parts that the bytes of all files are divided into.
-            unread: skip the chunks that this reader has already read, and so verified.
+        `unread` skips the chunks that this reader has already read, and so verified.
         """
         total, start = sum(entry.size for entry in self.manifest.files.values()), 0
         first, last = total * part // parts, total * (part + 1) // parts
@@ -146,8 +143,6 @@ class CheckpointReader:
         self,
         name: str,
         like: Any = None,
-        types: Classes | None = None,
-        device: str | torch.device | None = None,
         parameters: Mapping[str, Tensor] | None = None,
     ) -> Any:
         """Reads a state that `CheckpointWriter.state` wrote.
@@ -156,23 +151,15 @@ class CheckpointReader:
             name: the name under which the state was written.
             like: the current state. Its Enum classes, dataclasses and namedtuples are used for the saved ones.
                 Without it, they are read as plain values, SimpleNamespaces and tuples.
-            types: more such classes.
-            device: the device for tensors that were not on the CPU when saved; the CPU by default.
             parameters: the module's parameters by name. If a sharded parameter has the name and shape of a tensor that
                 was saved in shards, only this rank's shard of the tensor is read, sharded like the parameter. All other
                 tensors are read whole.
         """
         with self._blame(f"{name}.json"):
-            parsed = self.json(name)
-            return self._decode(parsed, f"{name}.json", device, like, types, _find_named_alike(parameters or {}))
+            return self._decode(self.json(name), f"{name}.json", _named_alike, parameters or {}, like)
 
     def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-        """Reads the module's tensors, merged from all shards, and the entries from `get_extra_state`.
-
-        Args:
-            names: the names to read; all by default.
-            device: the device for the tensors.
-        """
+        """Reads tensors of the module, merged from all shards, and entries from `get_extra_state`; all by default."""
         parsed = self.json(LAYOUT)
         with self._blame(LAYOUT):
             layout: dict[str, Any] = parsed["tensors"]
@@ -264,31 +251,27 @@ class CheckpointReader:
         with self._blame(OPTIMIZERS):
             return len(parsed["optimizers"])
 
-    def optimizers(
-        self, device: str | torch.device | None = None, like: Mapping[str, Tensor] | None = None
-    ) -> list[dict[str, Any]]:
+    def optimizers(self, like: Mapping[str, Tensor] | None = None) -> list[dict[str, Any]]:
         """Reads the optimizers' states, for `optimizers.from_named`; an empty list if none were saved.
 
         Args:
-            device: the device for tensors that were not on the CPU when saved; the CPU by default.
             like: the module's parameters by name. If a parameter is a DTensor or a Fragment, state of the same shape is
                 returned as one too, and only this rank's part of it is read.
         """
         if not self.has(OPTIMIZERS):
             return []
         ahead, self._optimizers_ahead = self._optimizers_ahead, None
-        find = _find_in_optimizer(like or {})
-        if ahead is not None and device is None and find is None:
+        if ahead is not None and not _sharded(like or {}):
             return ahead
         del ahead
         parsed = self.json(OPTIMIZERS)
         with self._blame(OPTIMIZERS):
-            return [self._decode(entry, OPTIMIZERS, device, find=find) for entry in parsed["optimizers"]]
+            return [self._decode(entry, OPTIMIZERS, _of_parameters, like or {}) for entry in parsed["optimizers"]]
 
     def read_ahead(self) -> None:
-        """Reads the optimizers' states early, as whole tensors on the CPU, which also verifies them.
+        """Reads the optimizers' states early, as whole tensors, which also verifies them.
 
-        The next call of `optimizers` returns them if it asks for whole tensors on the default device.
+        The next call of `optimizers` returns them if it asks for whole tensors.
         """
         self._optimizers_ahead = self.optimizers()
 
@@ -303,20 +286,18 @@ class CheckpointReader:
         self,
         parsed: Any,
         name: str,
-        device: str | torch.device | None,
+        find: FindSharded,
+        parameters: Mapping[str, Tensor],
         like: Any = None,
-        types: Classes | None = None,
-        find: FindSharded | None = None,
     ) -> Any:
         """Decodes a tree of state, after reading its tensors.
 
         Args:
             parsed: the JSON of the tree, and either the file of its tensors, their tables, or None.
             name: the name of the JSON file, for errors.
-            device: as for `state`.
-            like: as for `state`.
-            types: as for `state`.
-            find: finds the tensors of which only this rank's part is read; None reads all tensors whole.
+            find: finds the tensors that belong to sharded parameters, of which only this rank's part is read.
+            parameters: the module's parameters by name.
+            like: the current state; see `state`.
         """
         where, stored = str(self.path / name), parsed["tensors"]
         tensors: Mapping[str, Tensor] = {}
@@ -324,7 +305,7 @@ class CheckpointReader:
             with self._file(stored) as file, self._blame(stored):
                 tensors = read_tensors(file)
         elif stored is not None:
-            sharded = _sharded_keys(parsed["tree"], find, where)
+            sharded = _sharded_keys(parsed["tree"], find, _sharded(parameters), where)
             whole = self._allocate({key: table for key, table in stored.items() if key not in sharded})
             tensors = {key: want.target for key, want in whole.items()}
             wants = list(whole.values())
@@ -335,17 +316,14 @@ class CheckpointReader:
                     own_part, tensors[key] = room_for(stored[key], entry, parameter)
                     wants += own_part
             fill(self._file, wants)
-        return decode(parsed["tree"], TensorSource(tensors, device), like=like, types=types, where=where)
+        return decode(parsed["tree"], TensorSource(tensors), like=like, where=where)
 
     def _allocate(self, tables: Mapping[str, Table]) -> dict[str, Want]:
         """Allocates whole tensors to read into, by key. Refuses to allocate more bytes than the files have."""
         sizes = [math.prod(table["shape"]) * dtype_named(table["dtype"]).itemsize for table in tables.values()]
         if sum(sizes) > sum(entry.size for entry in self.manifest.files.values()):
             raise ValueError(f"its tensors would take {sum(sizes)} bytes, more than the checkpoint's files have")
-        return {
-            key: Want(table, (0,) * len(table["shape"]), room(table["shape"], dtype_named(table["dtype"])))
-            for key, table in tables.items()
-        }
+        return {key: Want.whole(table) for key, table in tables.items()}
 
     def _file(self, name: str) -> CheckedFile:
         entry = self.manifest.files.get(name)
@@ -375,54 +353,44 @@ class _MetaTensors:
         return self._returned[id(tensor)][1]
 
 
-FindSharded: TypeAlias = Callable[[Any], Iterable[tuple[str, Tensor, Tensor]]]
-"""A function that finds the tensors in a tree that should be sharded.
+FindSharded: TypeAlias = Callable[[Any, Mapping[str, Tensor]], Iterable[tuple[str, Tensor, Tensor]]]
+"""A function that finds the tensors in a tree that should be sharded like one of some parameters.
 
-It yields the name of the tensor's entry, the tensor, and the parameter whose sharding it takes.
+It yields the name of the tensor's entry, the tensor, and the parameter.
 """
 
 
-def _sharded_keys(tree: Any, find: FindSharded | None, where: str) -> dict[str, tuple[str, Tensor]]:
+def _sharded(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in parameters.items() if is_sharded(parameter)}
+
+
+def _sharded_keys(
+    tree: Any, find: FindSharded, sharded: Mapping[str, Tensor], where: str
+) -> dict[str, tuple[str, Tensor]]:
     """Returns the keys of the tensors that should be sharded, each with its entry's name and its parameter."""
-    if find is None:
+    if not sharded:
         return {}
     source = _MetaTensors()
-    found = find(decode(tree, source, where=where))
+    found = find(decode(tree, source, where=where), sharded)
     return {source.key(tensor): (entry, parameter) for entry, tensor, parameter in found}
 
 
-def _find_in_optimizer(parameters: Mapping[str, Tensor]) -> FindSharded | None:
-    """Returns a function that finds the state of sharded parameters in an optimizer's state, keyed by parameter name.
-
-    Returns None if no parameter is sharded.
-    """
-    sharded = {name: parameter for name, parameter in parameters.items() if is_sharded(parameter)}
-
-    def find(tree: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for name, entries in tree["state"].items():
-            if name in sharded and isinstance(entries, Mapping):
-                for entry, value in entries.items():
-                    # torch's "step" is a scalar counter, even if the parameter has the same shape.
-                    if isinstance(value, Tensor) and value.shape == sharded[name].shape and entry != "step":
-                        yield str(entry), value, sharded[name]
-
-    return find if sharded else None
+def _of_parameters(tree: Any, sharded: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Finds the state of sharded parameters in an optimizer's state, keyed by parameter name."""
+    for name, entries in tree["state"].items():
+        if name in sharded and isinstance(entries, Mapping):
+            for entry, value in entries.items():
+                # torch's "step" is a scalar counter, even if the parameter has the same shape.
+                if isinstance(value, Tensor) and value.shape == sharded[name].shape and entry != "step":
+                    yield str(entry), value, sharded[name]
 
 
-def _find_named_alike(parameters: Mapping[str, Tensor]) -> FindSharded | None:
-    """Returns a function that finds tensors with the name and shape of a sharded parameter, in nested dicts.
-
-    Returns None if no parameter is sharded.
-    """
-    sharded = {name: parameter for name, parameter in parameters.items() if is_sharded(parameter)}
-
-    def find(tree: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for name, value in tree.items() if isinstance(tree, Mapping) else ():
-            if isinstance(value, Tensor) and name in sharded and value.shape == sharded[name].shape:
-                yield name, value, sharded[name]
-            yield from find(value)
-
-    return find if sharded else None
+def _named_alike(tree: Any, sharded: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Finds the tensors with the name and shape of a sharded parameter, in nested dicts."""
+    for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(value, Tensor) and name in sharded and value.shape == sharded[name].shape:
+            yield name, value, sharded[name]
+        yield from _named_alike(value, sharded)
 
 
 def open_verified(
@@ -432,11 +400,8 @@ def open_verified(
 ) -> CheckpointReader:
     """Opens a checkpoint on several ranks, each of which verifies a part. Either all ranks raise, or none does.
 
-    Args:
-        path: the checkpoint's folder.
-        ranks: the ranks that read the checkpoint.
-        ahead: reads what this rank needs into new memory. Reading verifies those chunks, so the verification does not
-            read them again. The function may raise only the errors of `CheckpointReader`.
+    `ahead` reads what this rank needs into new memory. Reading verifies those chunks, so the verification does not read
+    them again. It may raise only the errors of `CheckpointReader`.
 
     Raises:
         CheckpointError: if a rank finds the checkpoint missing or damaged.

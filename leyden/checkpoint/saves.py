@@ -105,10 +105,9 @@ class PendingSave:
         self._writer.prevent()
 
     def follow(self, follower: Callable[[Place], None]) -> None:
-        """Schedules a call after the commit: in the thread, or immediately if the checkpoint is already committed.
+        """Schedules a call with the checkpoint's path after the commit, such as one that deletes old checkpoints.
 
-        Args:
-            follower: called with the checkpoint's path; for instance, it deletes old checkpoints.
+        It runs in the thread, or immediately if the checkpoint is already committed.
         """
         with self._commit_lock:
             if not self._is_committed:

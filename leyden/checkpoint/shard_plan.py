@@ -50,12 +50,9 @@ class ShardPlans:
         self._plans: dict[str, ShardPlan] = {}
 
     def of(self, stem: str, held: Sequence[Held], ranks: CheckpointRanks) -> ShardPlan:
-        """Returns the plan for all ranks' parts, made now or in an earlier save. Every rank calls it.
+        """Returns the plan for the tensors that each rank holds in whole or in part. Every rank calls it.
 
-        Args:
-            stem: the stem of the file names.
-            held: the tensors that this rank holds in whole or in part.
-            ranks: the ranks that write the checkpoint.
+        The plan may be one of an earlier save.
 
         Raises:
             CheckpointError: if the parts do not cover a tensor, or ranks do not hold the same tensors.

@@ -43,12 +43,9 @@ def _local_box(tensor: Any) -> Box:
 
 
 def room_for(table: Table, entry: str, like: Any) -> tuple[list[Want], Tensor]:
-    """Allocates this rank's part of a stored tensor, sharded like its parameter.
+    """Allocates this rank's part of a stored tensor, sharded like its parameter, a DTensor or a Fragment.
 
-    Args:
-        table: the stored tensor's table.
-        entry: the tensor's name in the optimizer's state.
-        like: the parameter that the tensor belongs to, a DTensor or a Fragment.
+    `entry` is the tensor's name in the optimizer's state.
 
     Returns:
         The parts to read, and the tensor that they fill, of the class of `like`.
@@ -90,11 +87,7 @@ def copy_part(name: str, whole: Tensor, target: Tensor) -> None:
 def part_like(name: str, entry: str, whole: Tensor, like: Any) -> Tensor:
     """Returns this rank's part of a whole tensor of optimizer state, sharded like its parameter.
 
-    Args:
-        name: the parameter's name, for messages.
-        entry: the tensor's name in the optimizer's state.
-        whole: the whole tensor.
-        like: the parameter that the tensor belongs to, a DTensor or a Fragment.
+    `name` is the parameter's, for messages, and `entry` the tensor's in the optimizer's state.
     """
     table: Table = {"dtype": str(whole.dtype).removeprefix("torch."), "shape": list(whole.shape), "shards": []}
     _, target = room_for(table, entry, like)
@@ -107,11 +100,7 @@ def plan(
 ) -> tuple[ShardPlan, dict[str, dict[str, Tensor]]]:
     """Plans with the other ranks which rank writes which shard. Rank 0 writes tensors that are not sharded.
 
-    Args:
-        tensors: the tensors by key, with the same keys on every rank.
-        stem: the stem of the file names.
-        ranks: the ranks that write the checkpoint.
-        plans: the plans of earlier saves.
+    The keys are the same on every rank. `stem` is that of the file names.
 
     Returns:
         The plan, and the files that this rank writes: for each, its tensors by name.

@@ -67,11 +67,7 @@ class Staged(ABC):
 
     @abstractmethod
     def found(self, is_first: bool) -> list[str]:
-        """Returns the names of the files in `folder` that this rank can add.
-
-        Args:
-            is_first: True on rank 0.
-        """
+        """Returns the names of the files in `folder` that this rank can add."""
 
     @abstractmethod
     def add(self, name: str) -> FileEntry:
@@ -246,10 +242,6 @@ class StagedUpload(Staged):
 
     No object is renamed or written twice but the manifest, which names the save whose files belong to it. A new save
     under the same name therefore replaces the old one in a single request.
-
-    Args:
-        target: the path that the checkpoint should get.
-        overwrite: whether it may replace a checkpoint there.
     """
 
     def __init__(self, target: BucketPath, overwrite: bool) -> None:
@@ -390,13 +382,7 @@ def upload(
 ) -> BucketPath:
     """Uploads a complete checkpoint from disk. All ranks call it, and each sends a part of the files.
 
-    Args:
-        copy: the checkpoint's folder. Every rank sees all of its files.
-        manifest: its manifest.
-        target: the URL that the checkpoint gets.
-        ranks: the ranks.
-        overwrite: whether it may replace a checkpoint there.
-        check: called just before readers can see the checkpoint; raises to prevent it.
+    Every rank sees all of them. `check` is called just before readers can see the checkpoint, and raises to prevent it.
 
     Raises:
         CheckpointError: on all ranks, if one cannot send its files. The folder stays.

@@ -54,12 +54,7 @@ class RunStatus:
 
     @classmethod
     def begin(cls, folder: Path, places: Sequence[tuple[Place, int]]) -> RunStatus:
-        """Records in a run's folder that this process begins a fit.
-
-        Args:
-            folder: the run's folder.
-            places: the folders of its checkpoints, each with the number of subfolder levels.
-        """
+        """Records in a run's folder that this process begins a fit, and where its checkpoints are, with the depth."""
         home = os.path.realpath(folder)
         named = [
             (str(place) if isinstance(place, BucketPath) else os.path.relpath(os.path.realpath(place), home), depth)

@@ -25,11 +25,7 @@ SCHEDULERS = "schedulers"
 class StepStates:
     """The state that a step changes besides the weights.
 
-    Args:
-        strategy: the run's strategy, with its precision.
-        module: the module that names the optimizers' parameters.
-        optimizers: the optimizers in the order in which they are saved.
-        schedulers: the schedulers in the order in which they are saved.
+    Optimizers and schedulers are saved in their order. The module names the optimizers' parameters.
     """
 
     def __init__(
@@ -52,11 +48,7 @@ class StepStates:
     def check(self, file: Place, states: Any, optimizers: int, advice: str) -> None:
         """Raises if the states are of other schedulers, or if the numbers differ. Changes nothing.
 
-        Args:
-            file: the file that the states were read from, for messages.
-            states: the states of schedulers, precision and strategy.
-            optimizers: the number of optimizers that were saved.
-            advice: the end of the message for a wrong number, with `{here}` in place of the run's own number.
+        The message for a wrong number ends with `advice`, where `{here}` stands for the run's own number.
 
         Raises:
             CheckpointError: if a scheduler cannot have saved its state; names the file and the entry.
@@ -89,11 +81,8 @@ class StepStates:
     ) -> None:
         """Loads states that `save` wrote and `check` accepted.
 
-        Args:
-            reader: the reader of the checkpoint.
-            states: the states of schedulers, precision and strategy.
-            optimizers: the result of `read`. If left out, the optimizers' states are read now; an engine's directly
-                into the memory that it steps.
+        Without the result of `read`, the optimizers' states are read now; an engine's directly into the memory that it
+        steps.
         """
         if optimizers is None:
             optimizers = reader.optimizers(like=self._strategy.master_weights.parts(self._module))
@@ -102,14 +91,7 @@ class StepStates:
     def take(
         self, states: Mapping[str, Any], optimizers: Sequence[dict[str, Any]], of_optimizers: Place, file: Place
     ) -> None:
-        """Loads states that have already been read.
-
-        Args:
-            states: the states of schedulers, precision and strategy.
-            optimizers: the optimizers' states, as `to_named` returned them.
-            of_optimizers: the file of the optimizers' states, for messages.
-            file: the file of the other states, for messages.
-        """
+        """Loads states that have already been read. The files are for messages."""
         names = parameter_names(self._module)
         pairs = list(zip(self.saved_forms, optimizers, strict=True))
         for number, (form, own) in enumerate(pairs):
@@ -127,14 +109,7 @@ class StepStates:
 
 
 def check_count(kind: str, there: int, here: int, advice: str) -> None:
-    """Raises ConfigurationError if the checkpoint and the run have different numbers of optimizers or schedulers.
-
-    Args:
-        kind: "optimizers" or "schedulers".
-        there: the number in the checkpoint.
-        here: the number in the run.
-        advice: as for `StepStates.check`.
-    """
+    """Raises ConfigurationError if the checkpoint and the run have different numbers of optimizers or schedulers."""
     if there != here:
         raise ConfigurationError(f"the checkpoint has {there} {kind}, and {advice.format(here=here)}")
 
@@ -158,12 +133,9 @@ def _check_scheduler(scheduler: Any, saved: SavedState) -> None:
 
 
 def _check_like(saved: SavedState, now: Mapping[str, Any], groups: int) -> None:
-    """Compares a saved state with the current one.
+    """Compares a saved state with the scheduler's current one.
 
-    Args:
-        saved: the saved state.
-        now: the scheduler's current state.
-        groups: the optimizer's current number of groups, which may have grown since the scheduler was created.
+    `groups` is the optimizer's current number of groups, which may have grown since the scheduler was created.
     """
     for key, present in now.items():
         if key in _COUNTERS:

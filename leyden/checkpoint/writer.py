@@ -198,9 +198,7 @@ class CheckpointWriter:
     def json(self, name: str, obj: Any) -> None:
         """Writes `name.json` as plain JSON that any program can read. Rank 0 writes it for all ranks.
 
-        Args:
-            name: the file's name, with or without `.json`.
-            obj: an object that `json.dumps` accepts, without nan and inf, which JSON lacks.
+        `obj` is one that `json.dumps` accepts, without nan and inf, which JSON lacks.
         """
         name = name if name.endswith(".json") else f"{name}.json"
         try:
@@ -257,10 +255,8 @@ class CheckpointWriter:
         each rank writes its shards. Otherwise, if the tensors have 64 MiB or more in total, they are divided among the
         ranks, and an index file lets transformers read them.
 
-        Args:
-            state_dict: the tensors, with the same names on every rank.
-            replicated: names of tensors that are identical on all ranks, so that any rank may write them. Rank 0 writes
-                the rest.
+        The names are the same on every rank. Any rank may write the replicated ones, which are identical on all. Rank 0
+        writes the rest.
 
         Raises:
             UnsupportedStateError: if a tensor cannot be saved; names it.
@@ -325,7 +321,10 @@ class CheckpointWriter:
             owners = spread(tensors, movable, self._ranks.size)
             writers = sorted({0, *owners.values()})
             names = {rank: file_name(stem, number, len(writers)) for number, rank in enumerate(writers)}
-            tables = {key: whole_table(tensor, names[owners[key]], key) for key, tensor in tensors.items()}
+            tables = {
+                key: whole_table(tensor.dtype, tuple(tensor.shape), names[owners[key]], key)
+                for key, tensor in tensors.items()
+            }
             own = {key: tensor for key, tensor in tensors.items() if owners[key] == self._ranks.rank}
             mine = {names[self._ranks.rank]: own} if self._ranks.rank in names else {}
             planned = [json.dumps(tables)]
@@ -335,10 +334,7 @@ class CheckpointWriter:
         return tables
 
     def optimizers(self, states: list[dict[str, Any]]) -> None:
-        """Writes `optimizer-<i>.safetensors` for each optimizer and one `optimizer.json`.
-
-        Args:
-            states: the result of `optimizers.to_named` for each optimizer.
+        """Writes the results of `to_named`: `optimizer-<i>.safetensors` for each optimizer and one `optimizer.json`.
 
         Raises:
             UnsupportedStateError: if a part cannot be saved; names its key path.
@@ -419,12 +415,7 @@ class CheckpointWriter:
     ) -> Manifest:
         """Builds the manifest of all ranks' files, after checking that all ranks planned the same tensors.
 
-        Args:
-            written: for each rank its files and the digests of its plans.
-            progress: as for `commit`.
-            world_size: as for `commit`.
-            strategy: as for `commit`.
-            data_ranks: as for `commit`.
+        `written` has for each rank its files and the digests of its plans.
         """
         for rank, (files, digests) in enumerate(written[1:], 1):
             for stem in digests.keys() | self._plan_digests.keys():

@@ -68,9 +68,6 @@ class CombinedLoader(Composite):
         self.iterables = _unflatten(self.iterables, iter(flattened))
         self._flattened = list(flattened)
 
-    def __iter__(self) -> Iterator[Any]:
-        return CombinedSource(self, False).start(None)
-
     def __len__(self) -> int:
         lengths = [_limited(length_of(part), limit) for part, limit in zip(self.flattened, self.limits, strict=True)]
         known = [length for length in lengths if length is not None]

@@ -59,8 +59,7 @@ class LoaderCursor:
     def start(self, epoch: int | None = None) -> Iterator[Any]:
         """Starts an epoch. A loader with a length returns its own iterator, without a wrapper.
 
-        Args:
-            epoch: passed to `set_epoch` of the loader, its samplers and its dataset if they have it; None to skip that.
+        The epoch is passed to `set_epoch` of the loader, its samplers and its dataset if they have it; None skips that.
         """
         self.epoch, self._source, self.length, self._offset = epoch, self._base_source, self._full_length, 0
         self._tracked = None
@@ -109,13 +108,10 @@ class LoaderCursor:
         return tracked
 
     def seek(self, epoch: int | None, batches: int, like: State | None = None, own: Any = None) -> Iterator[Any]:
-        """Starts an epoch at a given batch of its order, without loading earlier batches if the loader allows that.
+        """Starts an epoch after some batches of its order, without loading these if the loader allows that.
 
-        Args:
-            epoch: the epoch, as in `start`.
-            batches: the number of batches to skip.
-            like: a `state_dict` from an epoch whose order to repeat; None for a new epoch.
-            own: the loader's own `state_dict` at that batch; None if unknown.
+        `like` is a `state_dict` from an epoch whose order to repeat, and `own` the loader's own state at that batch, if
+        known.
         """
         if like is not None:
             self._source.rewind(like["source"])
@@ -130,9 +126,7 @@ class LoaderCursor:
     def indices(self, start: int, stop: int) -> list[BatchIndices] | None:
         """Returns the dataset indices of the samples in some batches of this epoch, by drawing its order again.
 
-        Args:
-            start: the first batch.
-            stop: the batch after the last one.
+        `stop` is the batch after the last one.
 
         Returns:
             One entry per batch; None if the order cannot be reproduced (see `indices_of`).
@@ -159,8 +153,7 @@ class LoaderCursor:
     def rest_state(self, ended: bool = True) -> State:
         """Returns the state that the loader keeps between epochs: its generators and its own state.
 
-        Args:
-            ended: True if the last epoch exhausted the loader; False if a limit ended it.
+        `ended` is True if the last epoch exhausted the loader, and False if a limit ended it.
         """
         return {"rest": self._source.rest(ended)}
 
@@ -181,10 +174,7 @@ class LoaderCursor:
 class _Tracked:
     """The iterator of a loader without a length. It saves the position before each draw, because a lookahead follows.
 
-    Args:
-        iterator: the loader's iterator.
-        position: returns the position after a number of batches.
-        drawn: the number of batches already drawn.
+    `position` returns the position after a number of batches, of which `drawn` have been drawn.
     """
 
     def __init__(self, iterator: Iterator[Any], position: Any, drawn: int) -> None:

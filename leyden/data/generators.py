@@ -92,12 +92,7 @@ def random_state(source: Any) -> Any:
 
 
 def check_random_state(source: Any, state: Any, where: str) -> None:
-    """Checks that a state fits a generator. Setting some invalid states would crash the process.
-
-    Args:
-        source: the generator, or the module `random`.
-        state: a state, as `random_state` returns it.
-        where: the path of the entry, for errors.
+    """Checks that a state fits a generator, or the module `random`. Setting some invalid ones would crash the process.
 
     Raises:
         StateError: if not; names the entry.

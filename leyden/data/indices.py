@@ -41,11 +41,6 @@ def indices_of(source: Source, start: int, stop: int) -> list[BatchIndices] | No
     The order only depends on the random state from before the epoch, so it is drawn again, and nothing is stored for
     it during the epoch. The run's own samplers and random state do not change.
 
-    Args:
-        source: the source of the training loader.
-        start: the first batch.
-        stop: the batch after the last one.
-
     Returns:
         One entry per batch. None if the order cannot be reproduced: for data without an index, a loader that is not
         torch's own, or a sampler that is exhausted after one pass, that changes while it is drawn and has no

@@ -67,10 +67,6 @@ def batches_of(limit: float, length: int | None, name: str) -> int | None:
 def check_not_empty(loader: Any, kind: str) -> None:
     """Raises if a loader has a length of 0.
 
-    Args:
-        loader: any iterable of batches.
-        kind: "train", "val", "test" or "predict".
-
     Raises:
         ConfigurationError: if so; names the likely reason.
     """
@@ -137,22 +133,12 @@ def without_shuffle(loader: Any) -> Any:
     return with_index_sampler(loader, in_order)
 
 
-def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
-    """Returns a copy of a loader over another dataset of the same length."""
-    return _with(loader, dataset=dataset)
-
-
 def with_index_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     """Returns a copy of a loader with another batch sampler, or another sampler if the loader does not batch."""
     if loader.batch_sampler is None:
-        return _with(loader, sampler=sampler)
+        return copied(loader, sampler=sampler)
     # torch sets `loader.sampler` to the batch sampler's own sampler, unless the user passed a batch sampler.
-    return _with(loader, batch_sampler=sampler, sampler=sampler.sampler)
-
-
-def with_collate(loader: DataLoader[Any], collate: Any) -> DataLoader[Any]:
-    """Returns a copy of a loader with another collate_fn."""
-    return _with(loader, collate_fn=collate)
+    return copied(loader, batch_sampler=sampler, sampler=sampler.sampler)
 
 
 def apart(loader: Any) -> Any:
@@ -160,10 +146,11 @@ def apart(loader: Any) -> Any:
     mapped = getattr(loader, "mapped", None)
     if mapped is not None:
         return mapped(apart)
-    return _with(loader) if isinstance(loader, DataLoader) else loader
+    return copied(loader) if isinstance(loader, DataLoader) else loader
 
 
-def _with(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+def copied(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    """Returns a copy of a loader with other attributes, such as `dataset` or `collate_fn`."""
     result = copy(loader)
     # A DataLoader refuses assignment after its construction, and a subclass's constructor may have other arguments.
     vars(result).update(parts, _iterator=None)

@@ -37,10 +37,8 @@ MAX_SEED = 2**32 - 1
 def rng_state(devices: bool = True) -> dict[str, Any]:
     """Returns the state of Python's, NumPy's and torch's generators as tensors and plain Python.
 
-    Leaves out NumPy if it is not imported, and devices that are not in use.
-
-    Args:
-        devices: True to include the generators of GPUs, other accelerators and XLA.
+    Leaves out NumPy if it is not imported, and the generators of GPUs, other accelerators and XLA if they are not in
+    use, or without `devices`.
     """
     return plain_state(live_state(devices))
 
@@ -141,7 +139,11 @@ class RandomNumbers:
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Any] | None:
         """Returns rank 0's saved state on rank 0, from which the order of samples is drawn; reseeds other ranks."""
-        return states[0] if rank == 0 else seeded_state(seed)
+        if rank == 0:
+            return states[0]  # type: ignore[no-any-return]
+        with isolated_rng():
+            seed_everything(seed)
+            return rng_state()
 
 
 @contextmanager
@@ -180,13 +182,6 @@ def undoing(loaders: Iterable[Any] = ()) -> Callable[[], None]:
         set_rng_state(state)
 
     return undo
-
-
-def seeded_state(seed: int) -> dict[str, Any]:
-    """Returns the `rng_state` after `seed_everything(seed)`, without changing the generators."""
-    with isolated_rng():
-        seed_everything(seed)
-        return rng_state()
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = False) -> int:

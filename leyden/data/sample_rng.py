@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from leyden.core.errors import ConfigurationError, kind_of
-from leyden.data.limits import with_dataset
+from leyden.data.limits import copied
 from leyden.data.rng import MAX_SEED
 
 
@@ -101,7 +101,7 @@ def with_sample_rng(loader: Any) -> Any:
             f"sample_rng=True replaces the loader's dataset, but that of {kind_of(loader)} is a property: return "
             "SampleRNG(dataset) from it, or use sample_rng=False."
         )
-    return with_dataset(loader, SampleRNG(loader.dataset))
+    return copied(loader, dataset=SampleRNG(loader.dataset))
 
 
 @contextmanager

@@ -58,13 +58,7 @@ class Samples(Dataset[Any]):
         return samples
 
     def _load_together(self, name: str, load: Callable[[list[Any]], list[Any]], indices: list[Any]) -> list[Any]:
-        """Loads a batch with `__getitems__`, and falls back to single samples if that fails.
-
-        Args:
-            name: the class of the dataset, for errors.
-            load: its `__getitems__`.
-            indices: the indices of the batch.
-        """
+        """Loads a batch with `__getitems__` of the class `name`, and falls back to single samples if that fails."""
         try:
             samples = load(indices)
         except Exception as error:
@@ -156,9 +150,7 @@ def _named(dataset: Any, indices: Sequence[Any]) -> str:
 class BadSample:
     """Placeholder in a batch for a sample that raised. It holds only text, so a worker process can send it.
 
-    Args:
-        what: the name of the sample, with its index.
-        error: the error that loading it raised.
+    `what` names the sample, with its index.
     """
 
     def __init__(self, what: str, error: Exception) -> None:
@@ -187,11 +179,7 @@ class Sifted:
 
 
 class Sift:
-    """A `collate_fn` that leaves out bad samples and returns every batch as a `Sifted`.
-
-    Args:
-        collate: the loader's own `collate_fn`.
-    """
+    """A `collate_fn` that leaves out bad samples and returns every batch as a `Sifted`."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate

@@ -55,8 +55,7 @@ class ShardedSource(TorchSource):
     def _iterate(self, draws: bool = True) -> Iterator[Any]:
         """Creates the iterator. Workers get different seeds on each rank; rank 0's equal those of a single process.
 
-        Args:
-            draws: True to draw the workers' seed, as torch does for new workers.
+        With `draws`, it draws the workers' seed, as torch does for new workers.
         """
         loader = self.loader
         starts_workers = loader.num_workers > 0 and (loader._iterator is None or not loader.persistent_workers)
@@ -111,10 +110,8 @@ class ShardedSource(TorchSource):
     def single_process_state(self, before: State) -> State:
         """Returns the random state from which a plain loader drew its order, after drawing its seed for workers.
 
-        Must be called with the random state from before the loader's iterator was created.
-
-        Args:
-            before: the saved state from before the epoch.
+        Must be called with the random state from before the loader's iterator was created. `before` is the saved state
+        from before the epoch.
         """
         order, loader = self.batches.order, self.loader
         start = order.current_state()

@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,15 +83,12 @@ def block(count: int, rank: int, ranks: int) -> slice:
 class Order:
     """The global order of an epoch: the loader's own sampler, drawn on every rank with rank 0's random state.
 
-    Before the first draw, rank 0 broadcasts the state of its generators. A rank whose state is equal advances it by the
-    draw, like a single process. A rank with another state keeps its own.
+    Before the first draw, rank 0 broadcasts the state of its generators: `agree` returns rank 0's argument on every
+    rank. A rank whose state is equal advances it by the draw, like a single process. A rank with another state keeps
+    its own.
 
-    A custom sampler may draw random numbers throughout the epoch. After the start it draws from a separate stream, so
-    a rank's own draws (such as dropout over a smaller last batch) cannot make the orders diverge.
-
-    Args:
-        sampler: the loader's sampler or batch sampler.
-        agree: returns rank 0's argument on every rank.
+    A custom sampler may draw random numbers throughout the epoch. After the start it draws from a separate stream, so a
+    rank's own draws (such as dropout over a smaller last batch) cannot make the orders diverge.
     """
 
     def __init__(self, sampler: Iterable[Any], agree: Callable[[State], State]) -> None:
@@ -98,7 +96,8 @@ class Order:
         self.state: State | None = None
         """Rank 0's random state from before the first draw; None until then."""
         self._agree = agree
-        self._generators = Generators(_Holder(sampler))
+        # In place of a loader, so that the sampler's generators have the same paths in every kind of loader.
+        self._generators = Generators(SimpleNamespace(sampler=sampler))
         self.is_sliced = can_slice(sampler)
         """True if the sampler can start at any position; others are drawn from their beginning."""
         self._cuts = cuts(sampler)
@@ -109,11 +108,9 @@ class Order:
         self._resumes, self._skip = False, 0
 
     def restart(self, state: State | None = None, skip: int = 0) -> None:
-        """Restarts the order at the next draw.
+        """Restarts the order at the next draw, after `skip` items.
 
-        Args:
-            state: the value of `self.state` in the run being resumed; None to agree on a new one.
-            skip: the number of items that the run had drawn.
+        `state` is the value of `self.state` in the run being resumed; None to agree on a new one.
         """
         self.state, self._skip, self._resumes = state, skip, state is not None
         self._items = self._iterator = self._created = None
@@ -208,20 +205,8 @@ class Order:
         }
 
 
-class _Holder:
-    """Stands in for the loader, so the sampler's generators have the same paths in every kind of loader."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-
 def draw_separately(iterator: Iterator[Any], count: int, stream: State) -> tuple[list[Any], State]:
-    """Draws items with a separate random state, and leaves the rank's own state unchanged.
-
-    Args:
-        iterator: the iterator to draw from.
-        count: the maximum number of items.
-        stream: the `live_state` to draw with.
+    """Draws up to `count` items with the `live_state` of a stream, and leaves the rank's own state unchanged.
 
     Returns:
         The items, and the `live_state` after drawing them.

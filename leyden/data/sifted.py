@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from leyden.core.errors import ConfigurationError, LeydenError, kind_of
 from leyden.core.rank_zero import warn
-from leyden.data.limits import with_collate
+from leyden.data.limits import copied
 from leyden.data.rng import isolated_rng
 from leyden.data.samples import Sift, Sifted, named, names_samples
 from leyden.data.sharded_source import ShardedSource
@@ -26,11 +26,7 @@ log = logging.getLogger("leyden")
 
 
 def sifting(loader: Any, ranks: DataRanks) -> SiftingLoader:
-    """Returns a loader that leaves out samples that raise.
-
-    Args:
-        loader: a DataLoader over an indexed dataset, or this rank's share of one.
-        ranks: the ranks that share the loader.
+    """Returns a loader that leaves out samples that raise, from a DataLoader or this rank's share of one.
 
     Raises:
         ConfigurationError: for any other loader.
@@ -43,7 +39,7 @@ def sifting(loader: Any, ranks: DataRanks) -> SiftingLoader:
     if ranks.size == 1 and not isinstance(loader.batch_sampler, RankBatches):
         # Positions then count samples, as in every sharded loader.
         loader = shard_indices(loader, DataRanks())
-    return SiftingLoader(with_collate(loader, Sift(loader.collate_fn)), ranks)
+    return SiftingLoader(copied(loader, collate_fn=Sift(loader.collate_fn)), ranks)
 
 
 def _described(loader: Any) -> str:
@@ -60,12 +56,7 @@ def _described(loader: Any) -> str:
 
 
 class SiftingLoader(Composite):
-    """A DataLoader whose batches are `Sifted`.
-
-    Args:
-        loader: a DataLoader with a `Sift` as its `collate_fn`.
-        ranks: the ranks that share the loader.
-    """
+    """A DataLoader whose batches are `Sifted`: its `collate_fn` is a `Sift`."""
 
     def __init__(self, loader: DataLoader[Any], ranks: DataRanks) -> None:
         self.loader, self.ranks = loader, ranks
@@ -77,9 +68,6 @@ class SiftingLoader(Composite):
     @property
     def dataset(self) -> Any:
         return self.loader.dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.source(False).start(None)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -111,10 +99,10 @@ class SiftedSource(Source):
         return self.inner.can_seek
 
     def start(self, epoch: int | None) -> Iterator[Any]:
-        return CountedBatches(self.inner.start(epoch), self)
+        return map(self.counted, self.inner.start(epoch))
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
-        return CountedBatches(self.inner.resume(epoch, state), self)
+        return map(self.counted, self.inner.resume(epoch, state))
 
     def position(self, batches: int) -> State:
         return self.inner.position(batches)
@@ -140,10 +128,7 @@ class SiftedSource(Source):
         return self._filler
 
     def counted(self, item: Any) -> tuple[Any, Share]:
-        """Counts the good samples of all ranks in a global batch.
-
-        Args:
-            item: an item of the inner loader.
+        """Counts the good samples of all ranks in a global batch, an item of the inner loader.
 
         Returns:
             The good samples of this rank's batch, or NO_SAMPLES if there are none, and the rank's share.
@@ -217,13 +202,3 @@ def _first_good(source: ShardedSource) -> Any:
             if sifted.size:
                 return sifted.batch
     return None
-
-
-class CountedBatches(Iterator[tuple[Any, Share]]):
-    """Yields the batches of a loader through `SiftedSource.counted`."""
-
-    def __init__(self, iterator: Iterator[Any], source: SiftedSource) -> None:
-        self._iterator, self._source = iterator, source
-
-    def __next__(self) -> tuple[Any, Share]:
-        return self._source.counted(next(self._iterator))

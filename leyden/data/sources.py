@@ -25,6 +25,9 @@ State = dict[str, Any]
 class Composite(ABC):
     """A loader made of other loaders, each with its own position."""
 
+    def __iter__(self) -> Iterator[Any]:
+        return self.source(False).start(None)
+
     @abstractmethod
     def source(self, allow_replay: bool) -> Source:
         """Returns the source that starts and resumes this loader."""
@@ -66,8 +69,7 @@ class Source(ABC):
         """Starts an epoch like `iter(loader)`; `epoch` is None for a pass without a number."""
         self._begin(epoch)
         self.before = self._capture()
-        iterator: Iterator[Any] = iterator_of(self.loader)
-        return iterator
+        return iterator_of(self.loader)
 
     def position(self, batches: int) -> State:
         """Returns the position after `batches` batches of the epoch."""
@@ -97,11 +99,7 @@ class Source(ABC):
         """Returns an iterator at a saved position. The caller then restores the global random state."""
 
     def rest(self, ended: bool = True) -> State:
-        """Returns the state that outlives an epoch.
-
-        Args:
-            ended: True if the last epoch exhausted the loader.
-        """
+        """Returns the state that outlives an epoch. `ended` is True if the epoch exhausted the loader."""
         return {"generators": self.generators.states()}
 
     def restore_rest(self, state: State) -> None:
@@ -154,7 +152,7 @@ class Source(ABC):
 
     def _replay(self, batches: int) -> Iterator[Any]:
         begin_anew(self.loader)
-        iterator: Iterator[Any] = iterator_of(self.loader)
+        iterator = iterator_of(self.loader)
         if batches:
             self._go_to_first()
         for _ in range(batches):
@@ -202,7 +200,6 @@ class StatefulSource(Source):
         self.set_epoch(epoch)
         self.before = state["before"]
         self._rewind(state["before"])
-        iterator: Iterator[Any]
         why = why_inexact(self.loader) if state["batches"] else None
         if why is not None:
             if not self.allow_replay:
@@ -279,7 +276,7 @@ class TorchSource(Source):
 
     @property
     def index_sampler(self) -> Any:
-        return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+        return getattr(self.loader, self._sampler_attribute)
 
     def start(self, epoch: int | None) -> Iterator[Any]:
         self._begin(epoch)
@@ -288,8 +285,7 @@ class TorchSource(Source):
         if self.before["again"] and self.loader._iterator is None:
             return self._build(0, self.before)
         self.had_workers = self.loader.persistent_workers
-        iterator: Iterator[Any] = self._kept(iterator_of(self.loader))
-        return iterator
+        return self._kept(iterator_of(self.loader))
 
     def position(self, batches: int) -> State:
         state = super().position(batches)
@@ -323,11 +319,7 @@ class TorchSource(Source):
         self.set_epoch(epoch)
         self.before, self.first = before, state.get("first")
         self._rewind(before)
-        iterator: Iterator[Any]
-        if self.is_iterable:
-            iterator = self._resume_iterable(state)
-        else:
-            iterator = self._resume_indexed(state["batches"], before)
+        iterator = self._resume_iterable(state) if self.is_iterable else self._resume_indexed(state["batches"], before)
         self.had_workers = self.loader.persistent_workers
         self.generators.restore(state["generators"])
         return iterator
@@ -439,7 +431,7 @@ class TorchSource(Source):
             iterator._sampler_iter = iterator._sampler_iter.advance()
         return iterator  # type: ignore[no-any-return]
 
-    def _kept(self, iterator: Any) -> Any:
+    def _kept(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Keeps the iterator if its dataset is stateful, because `position` then reads it. Returns the iterator."""
         if self._has_stateful_dataset():
             self._iterator = iterator
@@ -456,7 +448,7 @@ class TorchSource(Source):
         self.loader._iterator = None
         if "dataset" in state and self._has_stateful_dataset():
             dataset.load_state_dict(state["dataset"])
-            iterator = self._kept(iterator_of(self.loader))
+            iterator: Any = self._kept(iterator_of(self.loader))
             if state["ended"]:
                 iterator._dataset_fetcher.ended = True
             return iterator

@@ -109,9 +109,6 @@ class RankStream(Composite):
         """The number of batches of the stream per global batch."""
         return 1 if self.presharded else self.ranks.size
 
-    def __iter__(self) -> Iterator[Any]:
-        return self.source(False).start(None)
-
     def __len__(self) -> int:
         if None in self.lengths:
             raise TypeError(f"{type(self.loader).__name__} has no length")
@@ -183,9 +180,7 @@ class StreamSource(Source):
     def _share(self, group: list[Any], index: int) -> Share | None:
         """Returns this rank's share of a global batch; None if no rank has a batch left.
 
-        Args:
-            group: the batches that this rank has read of the global batch.
-            index: the index of this rank's batch in the group.
+        `group` has the batches that this rank has read of the global batch, and its own at `index`.
         """
         known = [_size_of(batch) for batch in group]
         sizes = [1 if size is None else size for size in known]

@@ -329,12 +329,7 @@ def _wake(ended: threading.Event) -> None:
 
 
 def first_failure(error: Any, count: int) -> Ended:
-    """Finds the rank that failed first.
-
-    Args:
-        error: the engine's ChildFailedError.
-        count: ranks on this machine.
-    """
+    """Finds the rank that failed first, in the engine's ChildFailedError on a machine with `count` ranks."""
     failures: Sequence[tuple[int, Any]] = sorted(error.failures.items(), key=lambda found: found[1].timestamp)
     # A rank with an error of its own failed before those that only lost their connection to it. The others end with
     # SIGTERM from the engine, or exit with 1 on their own.

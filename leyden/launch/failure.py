@@ -27,6 +27,8 @@ from leyden.launch.processes import started
 from leyden.launch.tries import GIVEN_UP, starts_again
 
 KEY = "failed"
+POLL = 0.5
+"""Seconds between two looks for another rank's failure."""
 GRACE = 4.0
 """Seconds that a rank has to exit on its own after another rank failed."""
 ANSWER = 5.0
@@ -63,11 +65,6 @@ class Limited:
     def call(self, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
         """Calls the function in the thread, and returns or raises what it does.
 
-        Args:
-            seconds: time limit of the call.
-            function: the function to call.
-            *args: its arguments.
-
         Raises:
             Unanswered: if this call, or an earlier one, exceeded its limit.
         """
@@ -95,22 +92,15 @@ class Limited:
 class FirstFailure:
     """Reports the error of the first rank to fail, and ends the others. Lives as long as the process.
 
-    The ranks communicate through the process group's store. A failing rank writes its error there, unless another rank
-    has done so first. During a run, a thread on each rank polls the store, because the run's thread may wait for the
-    failed rank in a call that never wakes. The thread replies with the location of the run's, so the failed rank can
-    report where the others were.
+    The ranks communicate through the process group's store, which lives in the host's process. A failing rank writes
+    its error there, unless another rank has done so first. During a run, a thread on each rank polls the store, because
+    the run's thread may wait for the failed rank in a call that never wakes. The thread replies with the location of
+    the run's, so the failed rank can report where the others were.
 
     Every wait for another process has a limit, since that process, or the one with the store, may be stopped.
-
-    Args:
-        store: the process group's store, cloned for connections of its own.
-        rank: global rank of this process.
-        size: number of ranks.
-        is_host: True if the store lives in this process.
-        interval: seconds between two polls.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, is_host: bool, interval: float = 0.5) -> None:
+    def __init__(self, store: Any, rank: int, size: int, is_host: bool) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self.rank, self.size = rank, size
@@ -124,7 +114,6 @@ class FirstFailure:
         self._watched = PrefixStore(prefix, store.clone())
         self._limited = Limited()
         self._is_host = is_host
-        self._interval = interval
         self._run = 0
         self._looks = False
         self._ident = threading.get_ident()
@@ -155,11 +144,7 @@ class FirstFailure:
                 self._ask("add", f"ended/{self._run}", 1)
 
     def report(self, error: BaseException, where: str = "") -> bool:
-        """Reports an error to the other ranks.
-
-        Args:
-            error: the error that this rank raised.
-            where: step and batch of the error.
+        """Reports an error that this rank raised to the other ranks, with its step and batch.
 
         Returns:
             True if this rank failed first, so the user must see its error. False if another rank's failure caused it.
@@ -276,7 +261,7 @@ class FirstFailure:
             return None
 
     def _watch(self) -> None:
-        while not self._done.wait(self._interval):
+        while not self._done.wait(POLL):
             try:
                 with self._looking:
                     failed = self._looks and self._watched.check([KEY])
@@ -352,14 +337,10 @@ def _show(error: BaseException, place: str, others: str) -> None:
 
 
 def _write_error_file(text: str, error: BaseException, lost: bool, silent: list[int], others: str) -> None:
-    """Writes the file from which the agent finds the rank that failed first.
+    """Writes the file from which the agent finds the rank that failed first: the error in one line, and more.
 
-    Args:
-        text: the error in one line.
-        error: the error.
-        lost: True if the error only follows from another rank's exit.
-        silent: ranks that did not answer.
-        others: description of where the other ranks were.
+    `lost` is True if the error only follows from another rank's exit. `silent` ranks did not answer; `others` says
+    where the other ranks were.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:

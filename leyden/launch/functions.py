@@ -223,12 +223,7 @@ def _end_other_ranks(error: BaseException) -> None:
 
 
 def packed_for(start_method: str, handed: Any, instead: str) -> bytes:
-    """Serializes what is passed to ranks.
-
-    Args:
-        start_method: the start method, for the message.
-        handed: the value to serialize.
-        instead: alternative that the message suggests.
+    """Serializes what is passed to ranks. The error names what to use `instead`.
 
     Raises:
         ConfigurationError: if the value cannot be pickled.

@@ -170,10 +170,8 @@ class Hang:
 def _waiting(sights: Sequence[Sight], for_somebody: bool, names_lines: bool) -> Iterator[str]:
     """Describes which ranks wait and in which collective. If it is unknown for whom, adds their step.
 
-    Args:
-        sights: the ranks.
-        for_somebody: True if the message has named whom they wait for.
-        names_lines: adds the line at which the first rank in each collective waits.
+    `for_somebody` is True if the message has named whom they wait for. `names_lines` adds the line at which the first
+    rank in each collective waits.
     """
     for collective in dict.fromkeys(sight.collective for sight in sights):
         alike = [sight for sight in sights if sight.collective == collective]
@@ -187,11 +185,7 @@ def _waiting(sights: Sequence[Sight], for_somebody: bool, names_lines: bool) -> 
 
 
 def report(hang: Hang, folders: Sequence[str]) -> Path | None:
-    """Writes the report of a hang to the run's folder, or to the temporary folder if that is not writable.
-
-    Args:
-        hang: the hang.
-        folders: the run's folder on each rank.
+    """Writes the report of a hang to the first of the runs' folders that is writable, or to the temporary folder.
 
     Returns:
         Path of the report, or None if it could not be written.

@@ -59,12 +59,7 @@ class Phase(enum.IntEnum):
 
 
 class Slot:
-    """One rank's part of the shared memory.
-
-    Args:
-        memory: the memory of all ranks on this machine.
-        number: local rank.
-    """
+    """One rank's part of the memory that all ranks on this machine share; `number` is its local rank."""
 
     def __init__(self, memory: mmap.mmap, number: int) -> None:
         view = memoryview(memory)[number * SLOT : (number + 1) * SLOT]
@@ -96,11 +91,7 @@ class Slot:
 
 
 class SharedSlots:
-    """The memory that a watchdog shares with its ranks. It is anonymous, so nothing can be left behind.
-
-    Args:
-        count: number of ranks.
-    """
+    """The memory that a watchdog shares with its ranks. It is anonymous, so nothing can be left behind."""
 
     def __init__(self, count: int) -> None:
         self._file, self.path = _nameless()
@@ -136,14 +127,10 @@ class Heartbeat:
 
     @contextmanager
     def beating(self, slot: Slot, rank: int, limit: int, folder: str) -> Iterator[None]:
-        """Writes to a slot during the block.
+        """Writes to this rank's slot during the block. `folder` is for reports of hangs.
 
-        Args:
-            slot: this rank's slot.
-            rank: global rank.
-            limit: time limit of a training batch in milliseconds. AUTO adapts it to the slowest recent batch; DEADLOCKS
-                for no limit.
-            folder: folder for reports of hangs.
+        The limit is that of a training batch, in milliseconds. AUTO adapts it to the slowest recent batch; DEADLOCKS is
+        for no limit.
         """
         own, words = self.words, slot.words
         # True for a run inside a hook of another run.
@@ -203,14 +190,7 @@ class Heartbeat:
         self.words[FIT_BEGAN] = self.words[BATCHES] = batches
 
     def begin_epoch(self, epoch: int, batch: int, batches: int, step: int) -> None:
-        """Starts the batches of an epoch.
-
-        Args:
-            epoch: index of the epoch.
-            batch: number of batches done in this epoch.
-            batches: number of batches done in all epochs.
-            step: the global step.
-        """
+        """Starts the batches of an epoch, after `batch` of its own and `batches` of all epochs. Also sets the step."""
         words = self.words
         words[BATCHES], words[STEP], words[EPOCH], words[EPOCH_BEGAN] = batches, step, epoch, batches - batch
         self._mark_compiles()
@@ -259,9 +239,6 @@ def slot_of_watchdog(local_rank: int) -> Slot | None:
 
 def answer_like(rank: int) -> StackFile | None:
     """Has this process, a child of a rank, answer the watchdog's requests for stacks, unless it inherited that.
-
-    Args:
-        rank: the rank's process.
 
     Returns:
         The file to keep open; None if there is no watchdog, or if this process answers already.

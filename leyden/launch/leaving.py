@@ -27,9 +27,7 @@ HERE = "here"
 def note_exit(code: int, came_here: bool = False) -> None:
     """Notes the code that this rank is about to exit with. A no-op without an agent.
 
-    Args:
-        code: the exit code.
-        came_here: True if what ends the run came to this rank, and not to a rank elsewhere.
+    `came_here` is True if what ends the run came to this rank, and not to a rank elsewhere.
     """
     note = _note()
     if note is not None:

@@ -20,15 +20,11 @@ NAME = "leyden-loopback"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of a single agent.
+    """The rendezvous of a single agent. Port 0 picks a free one.
 
     torch's "c10d" backend unpickles data from a store that listens on every interface. This one unpickles nothing, and
     its store is reachable from this machine only. The store lives in the agent, so it outlives every rank and answers
     even while a rank is stopped.
-
-    Args:
-        run_id: ID of the launch.
-        port: port of the store. 0 picks a free one.
     """
 
     def __init__(self, run_id: str, port: int) -> None:

@@ -28,20 +28,14 @@ STORE_OPENS = timedelta(minutes=5)
 
 
 def listen(port: int = 0) -> socket.socket:
-    """Opens a listening socket on the loopback device, which other machines cannot reach.
-
-    Args:
-        port: port of the socket. 0 picks a free one.
-    """
+    """Opens a listening socket on the loopback device, which other machines cannot reach. Port 0 picks a free one."""
     return socket.create_server((LOOPBACK, port), backlog=4096)
 
 
 def store_on(listener: socket.socket, timeout: timedelta = timedelta(minutes=30)) -> TCPStore:
     """Opens a store for the ranks of this machine. torch's own would listen on every interface.
 
-    Args:
-        listener: the socket from `listen`. The store takes ownership of it.
-        timeout: limit of the store's own waits.
+    It takes over the socket from `listen`. The timeout limits its own waits.
     """
     return _store(LOOPBACK, listener.getsockname()[1], True, timeout, listener.detach())
 
@@ -154,13 +148,9 @@ def _count(store: Store, environment: RankEnvironment, at: str, limit: timedelta
 def until(
     condition: Callable[[], bool], limit: float, say: Callable[[], None] | None = None, most: float = 0.2
 ) -> bool:
-    """Polls a condition until it holds. Returns False if it does not hold within the limit. Ctrl-C ends the wait.
+    """Polls a condition until it holds. Returns False if it does not within the limit. Ctrl-C ends the wait.
 
-    Args:
-        condition: function to poll.
-        limit: time limit in seconds.
-        say: called once, after `SAID_AFTER` seconds.
-        most: longest pause between two polls, in seconds.
+    `say` is called once, after `SAID_AFTER` seconds. `most` is the longest pause between two polls, in seconds.
     """
     begin, pause, wait = time.monotonic(), threading.Event(), 0.005
     while not condition():

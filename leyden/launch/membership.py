@@ -189,10 +189,7 @@ class Membership(dynamic.DynamicRendezvousHandler):  # type: ignore[misc]
 class MemberAgent(LocalElasticAgent):  # type: ignore[misc]
     """An agent that restarts its ranks when machines come or go, and leaves alone if its own machine goes.
 
-    Args:
-        notes: the exit codes of its ranks.
-        *args: as for torch's agent.
-        **others: as for torch's agent.
+    `notes` reads the exit codes of its ranks; all else is as for torch's agent.
     """
 
     def __init__(self, notes: ExitNotes, *args: Any, **others: Any) -> None:

@@ -32,9 +32,8 @@ def started(pid: int) -> str:
 
     "gone" for a process that has ended, and "0" if there is no such process or no /proc.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    fields = _stat(pid)
+    if not fields:
         return "0"
     # A dead process is listed as a zombie until its parent reaps it.
     return "gone" if fields[0] in ("Z", "X") else fields[19]
@@ -42,11 +41,15 @@ def started(pid: int) -> str:
 
 def processor_seconds(pid: int) -> float:
     """Returns the processor time that a process has used. Infinity if there is no such process, or no /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return math.inf
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else math.inf
+
+
+def _stat(pid: int) -> list[str]:
+    """Returns the fields of /proc/<pid>/stat from the state on. Empty if there is no such process, or no /proc."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def runs(pid: int, start: str) -> bool:
@@ -98,11 +101,7 @@ def threads_each(ranks: int) -> int:
 
 @contextlib.contextmanager
 def temporary(kind: str) -> Iterator[Path]:
-    """Creates a temporary folder for the block, and deletes folders that killed processes left behind.
-
-    Args:
-        kind: part of the folder's name.
-    """
+    """Creates a temporary folder for the block, and deletes folders that killed processes left behind."""
     clear_left_behind()
     owner = f"{place()}-{os.getpid()}-{started(os.getpid())}"
     with tempfile.TemporaryDirectory(prefix=f"leyden-{kind}-{owner}-", ignore_cleanup_errors=True) as folder:

@@ -30,9 +30,6 @@ def obstacle() -> str | None:
 def machines_of(num_nodes: int) -> Machines:
     """Reads NODE_RANK, MASTER_ADDR and MASTER_PORT, required if the user starts the script on each machine.
 
-    Args:
-        num_nodes: number of machines.
-
     Raises:
         ConfigurationError: if a variable is missing, or out of range.
     """
@@ -53,15 +50,13 @@ def machines_of(num_nodes: int) -> Machines:
     return Machines(num_nodes, node_rank, values["MASTER_ADDR"], int(values["MASTER_PORT"]))
 
 
-def run_ranks(
-    count: int, machines: Machines | None = None, folder: str | None = None, patience: float | None = None
-) -> int:
+def run_ranks(count: int, machines: Machines, folder: str | None, patience: float | None) -> int:
     """Runs this process's own command line on several ranks, and waits for them.
 
     Args:
         count: ranks on this machine.
-        machines: all machines of the launch. Default: this one alone.
-        folder: working directory in which the command line was entered.
+        machines: all machines of the launch.
+        folder: working directory in which the command line was entered. None for the present one.
         patience: seconds that ranks have to exit cleanly after a signal. None for torch's 30.
 
     Returns:
@@ -82,5 +77,5 @@ def run_ranks(
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads_each(count)),
     }
     with temporary("ranks") as logs:
-        config = engine_config(count, machines or Machines(), str(logs), patience)
+        config = engine_config(count, machines, str(logs), patience)
         return run_engine(config, sys.executable, sys.orig_argv[1:], variables, folder)

@@ -103,11 +103,7 @@ class Thread:
 
 
 class StackFile:
-    """Appends this process's stacks to a file on each signal. Forked children, such as DataLoader workers, do too.
-
-    Args:
-        path: path of the file.
-    """
+    """Appends this process's stacks to a file on each signal. Forked children, such as DataLoader workers, do too."""
 
     def __init__(self, path: str) -> None:
         self._file: Any = None
@@ -124,10 +120,9 @@ class StackFile:
 
 
 def ask(files: Mapping[int, Any]) -> dict[int, list[Thread]]:
-    """Requests the stacks of several processes. The result omits those that do not answer.
+    """Requests the stacks of several processes, each of which appends to a file that is open in this process.
 
-    Args:
-        files: maps a process ID to the file that the process appends to, open in this process.
+    The result omits those that do not answer.
     """
     found: dict[int, list[Thread]] = {}
     if SIGNAL is None:

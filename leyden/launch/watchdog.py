@@ -373,9 +373,6 @@ class OwnWatchdog(Watchdog):
     It cannot see other ranks, and it cannot run while the process is stopped or a library holds the GIL. In a notebook
     and under pytest, where a user is watching, it only reports; and if the run is not in the main thread, because the
     process belongs to the program that started the thread, such as Ray.
-
-    Args:
-        ranks: the run's ranks.
     """
 
     def __init__(self, ranks: WatchedRanks) -> None:

@@ -152,14 +152,14 @@ def fail(folder: Path) -> None:
     """Rank 1 cannot write its shard of the second checkpoint."""
     from leyden.checkpoint import copies
 
-    write = copies.write_tensors
+    write = copies.write_stream
 
     def full(path: Path, *args: Any, **kwargs: Any) -> Any:
         if ".step=4." in path.parent.name and os.environ["RANK"] == "1":
             raise OSError(28, "No space left on device")
         return write(path, *args, **kwargs)
 
-    copies.write_tensors = full
+    copies.write_stream = full
     fit(folder, "fsdp", True, max_steps=40)
 
 

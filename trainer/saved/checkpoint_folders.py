@@ -25,12 +25,7 @@ def checkpoint_callbacks(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]
 
 
 def folder_of_last(callbacks: Iterable[Callback], root: str) -> Place:
-    """Returns the folder that is locked, and that holds checkpoints of preempted runs: the first ModelCheckpoint's.
-
-    Args:
-        callbacks: the run's callbacks.
-        root: `Run.checkpoint_root`.
-    """
+    """Returns the folder that is locked, and that holds checkpoints of preempted runs: the first ModelCheckpoint's."""
     first = next(iter(checkpoint_callbacks(callbacks)), None)
     return _below(root) if first is None else place_of(first.folder_below(root), "dirpath")
 
@@ -38,9 +33,7 @@ def folder_of_last(callbacks: Iterable[Callback], root: str) -> Place:
 def places_of(callbacks: Iterable[Callback], root: str | None) -> list[tuple[Place, int]]:
     """Returns the folders in which "last" is searched for, each with the number of subfolder levels in names.
 
-    Args:
-        callbacks: the run's callbacks.
-        root: `Run.checkpoint_root`; None for only the folders that the user named.
+    Without a root, only the folders that the user named.
     """
     own = checkpoint_callbacks(callbacks)
     if not own:

@@ -142,10 +142,7 @@ def _digested(values: Any) -> Any:
 def plain(value: Any, depth: int = 0, of_tensor: Callable[[Tensor], Any] | None = None) -> Any:
     """Converts a value to JSON that compares like the value. Tuples become lists, and NumPy scalars become numbers.
 
-    Args:
-        value: any value.
-        depth: the nesting depth of the value.
-        of_tensor: converts a tensor; by default to its values, or to a digest if it is large.
+    `of_tensor` converts a tensor; by default to its values, or to a digest if it is large.
 
     Example:
         >>> plain({"betas": (0.9, float("nan"))})

@@ -48,13 +48,8 @@ class Restorer:
     """Restores a run from a checkpoint, in the order of the setup: weights, optimizers, then the loop's loaders.
 
     The constructor reads all states and has their owners check them, so a bad file is found before anything changes.
-    Only the states of optimizers are checked later, when the optimizers exist.
-
-    Args:
-        run: the run, during its setup.
-        reader: the reader of the checkpoint; None for a run that starts from scratch.
-        goal: the checkpoint, and the parts to restore.
-        within: True for a rollback within a fit, whose parts have stepped since the checkpoint; see `rolling_back.py`.
+    Only the states of optimizers are checked later, when the optimizers exist. A rollback `within` a fit restores parts
+    that have stepped since the checkpoint; see `rolling_back.py`.
 
     Raises:
         CheckpointError: if a state is damaged, or its owner cannot have saved it; names file and entry.

@@ -59,10 +59,7 @@ Reader: TypeAlias = CheckpointReader | ForeignWeights | HuggingFaceFolder
 def open_reader(run: Run, goal: Goal, folder: str | None) -> tuple[Reader | None, str]:
     """Opens and verifies the checkpoint that a run resumes, before any state of the run has changed.
 
-    Args:
-        run: the run.
-        goal: the checkpoint to resume, and the parts to restore.
-        folder: the run folder in which "last" and "auto" search, if there is one.
+    `folder` is the run folder in which "last" and "auto" search, if there is one.
 
     Returns:
         The reader, or None to start from scratch; and a description of the starting point, for the user.
@@ -72,7 +69,7 @@ def open_reader(run: Run, goal: Goal, folder: str | None) -> tuple[Reader | None
     if goal.continues:
         return None, f"where the last fit ended (epoch {run.progress.epoch}, step {run.progress.global_step})"
     strategy, is_fit = run.strategy, run.state.stage == "fit"
-    root = folder or Versions(run.arguments, run.callbacks).root
+    root = folder or Versions(run).root
     on_each_node = are_on_each_node(run.callbacks) or copies_are_on_each_node(run.callbacks)
     ranks = CheckpointRanks(strategy, root, on_each_node)
     plugin = run.checkpoint_io
@@ -216,7 +213,7 @@ def _newest(
     found = newest_reader([*copies, *places], goal.path == "auto", ranks, ahead, accepted)
     if found is None and goal.path == "last":
         raise CheckpointError(
-            places[0][0] if places else Versions(run.arguments, run.callbacks).root,
+            places[0][0] if places else Versions(run).root,
             "holds no complete checkpoint, but ckpt_path='last' needs one. Use 'auto' to start from scratch.",
         )
     if copies and run.state.stage == "fit" and not run.arguments.fast_dev_run:
@@ -278,15 +275,9 @@ def lock_of(run: Run) -> RunLock | None:
 
 
 def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal, warns: bool) -> None:
-    """Compares the run that saved a checkpoint with the one that resumes it.
+    """Compares the run that saved a checkpoint with the one that resumes it. One rank `warns` of differences.
 
-    Called twice: at the start, and again when the optimizers exist.
-
-    Args:
-        identity: the identity of this run; None in an evaluation.
-        reader: the reader of the checkpoint; None without one.
-        goal: the checkpoint to resume, and the parts to restore.
-        warns: True on the rank that warns of differences.
+    Called twice: at the start, and again when the optimizers exist. An evaluation has no identity.
 
     Raises:
         ConfigurationError: if "auto" found the checkpoint of another run; lists the differences and the options.
@@ -308,10 +299,6 @@ def rollback_paths_after(path: Place, reader: Reader | None) -> list[Place]:
 
     Normally that checkpoint itself. If it was saved only because its run ended, the checkpoints saved before it: an
     uninterrupted run would roll back to those.
-
-    Args:
-        path: the checkpoint that the run resumes.
-        reader: its reader.
 
     Raises:
         CheckpointError: if its list of earlier checkpoints is damaged.

@@ -37,8 +37,6 @@ from leyden.trainer.saved.resuming import progress_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from leyden.trainer.engine.engine import Engine
-    from leyden.trainer.events.hooks import Hooks
     from leyden.trainer.logging.logs import Logs
     from leyden.trainer.run import Run
 
@@ -56,12 +54,9 @@ class ReadLoop(Protocol):
 
 
 def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Place:
-    """Rolls a fit back to its last complete checkpoint; see `Trainer.roll_back`.
+    """Rolls a fit back to its last complete checkpoint, and skips further batches of the epoch.
 
-    Args:
-        run: the fit.
-        loop: the fit loop; None before the first fit.
-        further_batches: the number of further batches of the epoch to skip.
+    See `Trainer.roll_back`. Before the first fit there is no loop.
 
     Returns:
         The path of the checkpoint.
@@ -74,7 +69,7 @@ def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Place:
     _check_place(run)
     run.finish_saves()
     with run.heartbeat.during(Phase.GOING_BACK):
-        reader = _last(run, are_on_each_node(run.callbacks))
+        reader = _last(run)
         now, before = Progress.from_dict(run.progress.to_dict()), progress_of(reader)
         restorer = Restorer(run, reader, Goal(str(reader.path), frozenset(PARTS) - KEPT), within=True)
         begun = _epochs_begun(before, now)
@@ -95,8 +90,8 @@ def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Place:
         _repeat_epochs(run, before, now, begun)
         if len(gained) > len(restorer.gained()):
             raise LeydenError(
-                f"the rollback removed the parameter groups of {_listed(gained)}, which were added during an epoch, "
-                "and no callback added them again."
+                f"the rollback removed the parameter groups of {listed(gained, SHOWN)}, which were added during an "
+                "epoch, and no callback added them again."
             )
         run.strategy.check_trained()
     if loop is not None:
@@ -110,7 +105,7 @@ def _check_place(run: Run) -> None:
         raise LeydenError(
             "roll_back only works between two steps: call it in on_train_batch_end, if trainer.window_is_over."
         )
-    check_reaches_all_ranks(run.engine, run.hooks, "roll_back")
+    check_reaches_all_ranks(run, "roll_back")
     if replay_of(run.arguments) is not None:
         raise LeydenError(
             "leyden replay cannot repeat a rollback, and the run rolled back here: replay a later step from a "
@@ -123,16 +118,13 @@ def _check_place(run: Run) -> None:
         raise LeydenError(f"the run cannot roll back to a checkpoint: {why}.")
 
 
-def check_reaches_all_ranks(engine: Engine, hooks: Hooks, method: str) -> None:
-    """Raises LeydenError in an `on_train_batch_end` that a rank without samples does not call.
+def check_reaches_all_ranks(run: Run, method: str) -> None:
+    """Raises LeydenError if a hook that a rank without samples does not call has called this method.
 
-    Args:
-        engine: the run's engine.
-        hooks: the run's hooks.
-        method: the method that the hook has called, and that all ranks must call.
+    All ranks must call the method.
     """
-    share = engine.share
-    is_batch_end = hooks.current == "on_train_batch_end" and not hooks.is_closing
+    share = run.engine.share
+    is_batch_end = run.hooks.current == "on_train_batch_end" and not run.hooks.is_closing
     if is_batch_end and share is not None and share.idle:
         raise LeydenError(
             f"all ranks must call {method}, but a rank without samples in this batch does not call this "
@@ -141,12 +133,13 @@ def check_reaches_all_ranks(engine: Engine, hooks: Hooks, method: str) -> None:
 
 
 # the checkpoint -------------------------------------------------------------------------------------------------------
-def _last(run: Run, each_node: bool) -> CheckpointReader:
+def _last(run: Run) -> CheckpointReader:
     """Returns a reader of the newest complete checkpoint that this run saved before the current batch.
 
     Raises:
         LeydenError: if there is none.
     """
+    each_node = are_on_each_node(run.callbacks)
     ranks = CheckpointRanks(run.strategy, run.arguments.local_root, each_node)
     paths = rollback_paths(run)
     existing = {path for path in paths if exists(path)} if ranks.is_keeper else None
@@ -207,14 +200,10 @@ def _check_gained(callbacks: Iterable[Callback], gained: Sequence[str], begun: r
     repeats = any(type(callback).repeat_epoch_start is not Callback.repeat_epoch_start for callback in callbacks)
     if gained and not (begun and repeats):
         raise LeydenError(
-            f"the parameter group of {_listed(gained)} was added to the optimizer after the last checkpoint, and no "
-            "callback would add it again after a rollback: add it in a callback's repeat_epoch_start, or save a "
+            f"the parameter group of {listed(gained, SHOWN)} was added to the optimizer after the last checkpoint, and "
+            "no callback would add it again after a rollback: add it in a callback's repeat_epoch_start, or save a "
             "checkpoint after adding it."
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return listed(names, SHOWN)
 
 
 def _forget_epoch(logs: Logs, module: nn.Module) -> None:

@@ -29,11 +29,6 @@ from leyden.trainer.saved.identity import Identity
 from leyden.trainer.starting.build import loggers_of
 
 if TYPE_CHECKING:
-    from leyden.callbacks.base import Callback
-    from leyden.strategies.base import Strategy
-    from leyden.trainer.arguments.arguments import Arguments
-    from leyden.trainer.datamodule import DataModule
-    from leyden.trainer.module import TrainModule
     from leyden.trainer.run import Run
     from leyden.trainer.saved.goal import Goal
     from leyden.trainer.saved.resuming import Reader
@@ -51,14 +46,14 @@ def find_folder(run: Run, goal: Goal) -> tuple[str | None, str | None]:
         The folder in which "auto" and "last" search, and the run's folder. None if there is none yet: the checkpoint
         may decide, see `enter_folder`.
     """
-    versions = Versions(run.arguments, run.callbacks)
+    versions = Versions(run)
     if versions.writes_nothing:
         return None, None
     former, given = versions.former(run.folder), versions.given
     own = given or former
     if given is not None or goal.path not in ("auto", "last") or not versions.place_checkpoints:
         return own, own
-    identity = _wanted(goal, run.module, run.datamodule)
+    identity = _wanted(run, goal)
     continues = run.state.stage == "fit" and "progress" in goal.parts
     claims = goal.path == "auto" and continues
 
@@ -66,21 +61,16 @@ def find_folder(run: Run, goal: Goal) -> tuple[str | None, str | None]:
         newest = versions.newest(identity, former)
         return newest if newest is not None or not claims else versions.empty() or versions.claim()
 
-    folder = _agreed(run.strategy, versions, found)
+    folder = _agreed(run, versions, found)
     return folder, folder if continues else former
 
 
 def enter_folder(run: Run, reader: Reader | None, goal: Goal) -> str | None:
     """Returns the folder of a fit, once its checkpoint is open: that of the checkpoint's run, or the next version.
 
-    All ranks call it.
-
-    Args:
-        run: the run; its `folder` is what `find_folder` returned.
-        reader: the reader of the checkpoint that the run resumes; None without one.
-        goal: the checkpoint to resume, and the parts to restore.
+    All ranks call it. The run's `folder` is what `find_folder` returned.
     """
-    versions = Versions(run.arguments, run.callbacks)
+    versions = Versions(run)
     if versions.writes_nothing or run.state.stage != "fit":
         return run.folder
     continued = reader if isinstance(reader, CheckpointReader) and "progress" in goal.parts else None
@@ -98,7 +88,7 @@ def enter_folder(run: Run, reader: Reader | None, goal: Goal) -> str | None:
             write_run_id(Path(folder))
         return folder
 
-    return _agreed(run.strategy, versions, entered)
+    return _agreed(run, versions, entered)
 
 
 def record_of(folder: str | None, path: Place) -> dict[str, str] | None:
@@ -116,10 +106,10 @@ def accepts(run: Run, goal: Goal, folder: str | None) -> Callable[[Place], bool]
 
     It is for a `dirpath` that several runs may use, beside checkpoints in the run's folder.
     """
-    versions = Versions(run.arguments, run.callbacks)
+    versions = Versions(run)
     if folder is None or not versions.place_checkpoints:
         return None
-    identity, home = _wanted(goal, run.module, run.datamodule), os.path.realpath(folder)
+    identity, home = _wanted(run, goal), os.path.realpath(folder)
 
     def accepted(path: Place) -> bool:
         if isinstance(path, Path) and Path(os.path.realpath(path)).is_relative_to(home):
@@ -132,42 +122,38 @@ def accepts(run: Run, goal: Goal, folder: str | None) -> Callable[[Place], bool]
     return accepted
 
 
-def _agreed(strategy: Strategy, versions: Versions, choice: Callable[[], str | None]) -> str | None:
+def _agreed(run: Run, versions: Versions, choice: Callable[[], str | None]) -> str | None:
     """Returns the folder that rank 0 chooses; on machines without a common folder, that of the same name here."""
-    chosen, root = CheckpointRanks(strategy, versions.root).first(lambda: (choice(), versions.root))
+    chosen, root = CheckpointRanks(run.strategy, versions.root).first(lambda: (choice(), versions.root))
     if chosen is None or not versions.are_on_each_node:
         return chosen
     return str(Path(versions.root, os.path.relpath(chosen, root)))
 
 
-def _wanted(goal: Goal, module: TrainModule, datamodule: DataModule | None) -> Identity | None:
+def _wanted(run: Run, goal: Goal) -> Identity | None:
     """Returns the identity that a checkpoint must have; None if any will do."""
     is_own = goal.path == "auto" and "progress" in goal.parts and not goal.same_run
-    return Identity.of(module, datamodule) if is_own else None
+    return Identity.of(run.module, run.datamodule) if is_own else None
 
 
 class Versions:
     """The folders `version_N` of a Trainer's runs.
-
-    Args:
-        arguments: the Trainer's arguments.
-        callbacks: the callbacks of the run, its loggers among them.
 
     Attributes:
         root: the folder that holds the versions: `default_root_dir`, or a folder in it with the logger's name.
         place_checkpoints: True if checkpoints go to the run's folder, and not only to folders that the user named.
     """
 
-    def __init__(self, arguments: Arguments, callbacks: list[Callback]) -> None:
-        self._arguments, self._callbacks = arguments, callbacks
-        loggers = [logger for logger in loggers_of(callbacks) if logger.uses_run_folder]
+    def __init__(self, run: Run) -> None:
+        self._arguments, self._callbacks = run.arguments, run.callbacks
+        loggers = [logger for logger in loggers_of(run.callbacks) if logger.uses_run_folder]
         folders = (logger for logger in loggers if isinstance(logger, FolderLogger))
         self._lead: Logger | None = next(folders, next(iter(loggers), None))
         """The logger that names the run's folder: the first that writes to one, else the first."""
-        self._saving = checkpoint_callbacks(callbacks)
-        home = arguments.local_root
+        self._saving = checkpoint_callbacks(run.callbacks)
+        home = run.arguments.local_root
         self.root = home if self._lead is None else self._lead.runs_below(home)
-        is_local = arguments.bucket is None
+        is_local = run.arguments.bucket is None
         self.place_checkpoints = is_local and (not self._saving or any(one.uses_run_folder for one in self._saving))
 
     @property
@@ -216,11 +202,9 @@ class Versions:
         return str(folder)
 
     def newest(self, identity: Identity | None, former: str | None) -> str | None:
-        """Returns the newest version with a checkpoint of this training.
+        """Returns the newest version with a checkpoint of this training; any, without an identity.
 
-        Args:
-            identity: the identity of this training; None if any will do.
-            former: the folder of the Trainer's last fit, which is looked at first.
+        The folder of the Trainer's last fit, `former`, is looked at first.
 
         Raises:
             CheckpointError: if there is none, but a version whose checkpoints are all damaged.
@@ -297,13 +281,9 @@ def _versions(root: str) -> list[str]:
 
 
 def _holds_own(folder: Path, depth: int, identity: Identity | None, errors: list[CheckpointError]) -> bool:
-    """Returns True if the newest readable checkpoint in a folder is of this training.
+    """Returns True if the newest readable checkpoint in a folder is of this training; any, without an identity.
 
-    Args:
-        folder: the folder of checkpoints.
-        depth: the number of subfolder levels.
-        identity: the identity of this training; None if any will do.
-        errors: gets the errors of the damaged checkpoints, if all are.
+    `errors` gets the errors of the damaged checkpoints, if all are.
     """
     answer, found = None, []
     for path, manifest in reversed(ordered(folder, depth)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from leyden.checkpoint.frozen import FrozenPart, frozen_part
 from leyden.checkpoint.owners import collect_rank, write_rank
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.saves import is_possible
+from leyden.checkpoint.staged import free_path
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.trainer.arguments.replay import replay_of
@@ -89,18 +89,7 @@ def save(
     overwrite: bool,
     asynchronous: bool,
 ) -> Place:
-    """Writes a checkpoint folder of the run; see `Trainer.save_checkpoint`.
-
-    Args:
-        run: the run to save.
-        loop: the current or last fit loop; None without one.
-        path: the path of the checkpoint.
-        weights_only: True to save only the weights.
-        trainable_only: True to leave out weights that are frozen and as they were before training.
-        exact: True to refuse saving inside an accumulation window.
-        overwrite: True to replace an existing checkpoint.
-        asynchronous: True to write it in a background thread.
-    """
+    """Writes a checkpoint folder of the run, with its current or last fit loop; see `Trainer.save_checkpoint`."""
     if replay_of(run.arguments) is not None:
         # A replay must not change the run's folder.
         return path
@@ -164,7 +153,7 @@ def _check_savable(run: Run, exact: bool) -> None:
             "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not save. "
             "Call it after the window's step (in on_train_batch_end, if trainer.window.closes), or pass exact=False."
         )
-    check_reaches_all_ranks(run.engine, run.hooks, "save_checkpoint")
+    check_reaches_all_ranks(run, "save_checkpoint")
 
 
 def _frozen_part(run: Run, replaced: Mapping[str, Tensor]) -> FrozenPart:
@@ -190,23 +179,17 @@ def _is_scheduled(hooks: Hooks, progress: Progress) -> bool:
 def save_through(
     plugin: CheckpointIO, run: Run, loop: SavedLoop | None, path: Place, options: Any, **what: bool
 ) -> Place:
-    """Stores a checkpoint of the run through a plugin, on the first rank; see `save` for the other arguments.
+    """Stores a checkpoint of the run through a plugin, on the first rank; see `save`.
 
     All ranks write a temporary folder. The first rank reads it back as a dict for the plugin, then deletes it.
-
-    Args:
-        plugin: the plugin.
-        run: the run to save.
-        loop: the current or last fit loop; None without one.
-        path: the path of the checkpoint.
-        options: the plugin's `storage_options`.
-        **what: the keyword arguments of `save`.
+    `options` are the plugin's `storage_options`.
     """
     if replay_of(run.arguments) is not None:
         return path
     ranks = CheckpointRanks(run.engine.strategy, path)
-    if not what["overwrite"]:
-        path = ranks.first(lambda: _free(path))
+    # Only the plugin knows what is in a bucket.
+    if not what["overwrite"] and isinstance(path, Path):
+        path = ranks.first(lambda: free_path(path))
     folder = ranks.first(lambda: _temporary(Path(run.arguments.local_root)))
     try:
         what |= {"asynchronous": False, "overwrite": False}
@@ -220,14 +203,6 @@ def save_through(
     if run.state.stage != "fit":
         wait_for(plugin)
     return path
-
-
-def _free(path: Place) -> Place:
-    """Returns the path, with the first free version suffix if it exists. In a bucket only the plugin knows."""
-    if isinstance(path, BucketPath):
-        return path
-    names = (path.with_name(f"{path.name}-v{number}") for number in itertools.count(1))
-    return next(one for one in itertools.chain([path], names) if not os.path.lexists(one))
 
 
 def _temporary(root: Path) -> Path:
@@ -274,11 +249,7 @@ def _save_states(
 def rank_state(run: Run, loop: SavedLoop | None, ranks: CheckpointRanks | None = None) -> dict[str, Any]:
     """Returns the states specific to this rank: data position, sums of logged values, metrics, random state.
 
-    Args:
-        run: the run.
-        loop: the current or last fit loop; None without one.
-        ranks: the ranks that write the checkpoint, to include buffers that differ between them; None for this rank
-            alone.
+    With the ranks that write the checkpoint, it includes the buffers that differ between them.
     """
     loop_state = {"loader": None} if loop is None else loop.state_dict()
     # During a validation the loop overrides metrics and random state with those from before it.
@@ -288,9 +259,7 @@ def rank_state(run: Run, loop: SavedLoop | None, ranks: CheckpointRanks | None =
 def saves_in_background(run: Run, asked: bool | None) -> bool:
     """Returns True if a save is to be written in the background.
 
-    Args:
-        run: the run to save.
-        asked: the caller's `asynchronous`; None for the default, which the Trainer's plugins decide.
+    `asked` is the caller's `asynchronous`; None for the default, which the Trainer's plugins decide.
 
     Raises:
         ConfigurationError: if True is requested of a plugin that stores checkpoints itself.

@@ -45,11 +45,7 @@ COMPARED = 4096
 
 
 class UserStates:
-    """The states of the user's code in a checkpoint: callbacks, DataModule, and hooks that save and load.
-
-    Args:
-        run: the run.
-    """
+    """The states of the user's code in a checkpoint: callbacks, DataModule, and hooks that save and load."""
 
     def __init__(self, run: Run) -> None:
         self._module, self._datamodule = run.module, run.datamodule
@@ -130,18 +126,13 @@ class UserStates:
 
         These are the attributes of callbacks, module and DataModule. If they lack one of the classes, the state of the
         run is composed as well, although hooks have not completed it yet.
-
-        Args:
-            reader: the reader of the checkpoint.
-            files: the files to read.
-            progress: the progress, for `compose`.
         """
         wanted = {name for file in files if reader.has(file) for name in class_names(reader.json(file))}
         if not wanted:
             return []
         owners = [*self._callbacks, self._module, self._datamodule]
         live: list[Any] = [vars(owner) for owner in owners if owner is not None]
-        unknown = wanted - {cls.__name__ for cls in known_classes(live, None).values()}
+        unknown = wanted - {cls.__name__ for cls in known_classes(live).values()}
         if not unknown:
             return live
         try:
@@ -169,12 +160,8 @@ class UserStates:
     ) -> bool:
         """Reads the states of callbacks, and has each callback check its own.
 
-        Args:
-            reader: the reader of the checkpoint.
-            like: live objects, to resolve classes from.
-            own: the saved entry of this rank, from `own`; None or {} if there is none.
-            own_file: the file that `own` was read from.
-            parts: the module's parameters, or what this rank holds of them, as for `CheckpointReader.state`.
+        `like` has live objects, to resolve classes from. `own` is this rank's saved entry, from `own_file`; None or {}
+        if there is none. `parts` are the module's parameters, or what this rank holds of them.
 
         Returns:
             True if this rank has its own states in place of rank 0's.
@@ -206,10 +193,8 @@ class UserStates:
     def take_lightning(self, file: Place, loaded: dict[str, Any], callbacks: Mapping[str, Any]) -> None:
         """Uses a `.ckpt` of Lightning in place of `read` and `read_callbacks`.
 
-        Args:
-            file: the checkpoint.
-            loaded: its content, all of which is passed to `on_load_checkpoint`.
-            callbacks: the states of callbacks in Leyden's form, by `state_key`.
+        All of its content is passed to `on_load_checkpoint`. The callbacks' states are in Leyden's form, by
+        `state_key`.
         """
         data = {} if self._datamodule is None else loaded.get(type(self._datamodule).__qualname__)
         self._file, self._user = file, {"checkpoint": loaded, "datamodule": data or {}}
@@ -235,12 +220,9 @@ class UserStates:
                 states.load(callback.state_key)
 
     def go_back(self, step: int) -> None:
-        """Rolls callbacks back to the states that were read, within the fit that saved them.
+        """Rolls callbacks back to the states that were read, of a step of the fit that saved them.
 
         The DataModule keeps its state, because a rollback does not repeat data.
-
-        Args:
-            step: the global step of the checkpoint.
         """
         assert self._user is not None
         with blame(self._file, "on_load_checkpoint"):

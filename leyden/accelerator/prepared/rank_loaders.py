@@ -13,7 +13,7 @@ from leyden.accelerator.prepared.dispatch import CollateFilled, Dispatched, List
 from leyden.accelerator.settings.plugins import DataLoaderConfiguration
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.data.even import EvenBatches, OwnBatches
-from leyden.data.limits import with_dataset, with_index_sampler
+from leyden.data.limits import copied, with_index_sampler
 from leyden.data.sharding import DataRanks, Order, is_indexed
 from leyden.data.streams import shard
 from leyden.strategies.base import Strategy
@@ -125,7 +125,7 @@ def _stream(loader: DataLoader[Any], rank: int, ranks: int, config: DataLoaderCo
     given = loader.batch_size or 1
     size = _rank_batch_size(given, ranks, config)
     part = StreamPart(loader.dataset, rank, ranks, size, config.even_batches, loader.drop_last)
-    changed = with_dataset(loader, part)
+    changed = copied(loader, dataset=part)
     vars(changed)["collate_fn"] = CollateFilled(loader.collate_fn)
     if size != given:
         changed = with_index_sampler(changed, BatchSampler(changed.sampler, size, loader.drop_last))

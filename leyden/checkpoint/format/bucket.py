@@ -121,11 +121,10 @@ class BucketPath:
 
     def changed(self) -> datetime | None:
         """Returns when the object was written, by the store's clock; None if there is no such object."""
-        obstore = _obstore()
         if not self._key:
             return None
         try:
-            with _requests():
+            with _requests() as obstore:
                 found: datetime = obstore.head(self._store, self._key)["last_modified"]
         except FileNotFoundError:
             return None
@@ -149,30 +148,26 @@ class BucketPath:
             yield BucketPath(f"{self._root}/{key}")
 
     def _listed(self) -> Iterator[str]:
-        obstore = _obstore()
-        with _requests():
+        with _requests() as obstore:
             found = obstore.list_with_delimiter(self._store, self._key or None)
         yield from sorted([*found["common_prefixes"], *(entry["path"] for entry in found["objects"])])
 
     def below(self) -> Iterator[tuple[BucketPath, datetime]]:
         """Yields all objects below this name, each with the time when it was written."""
-        obstore = _obstore()
-        with _requests():
+        with _requests() as obstore:
             for page in obstore.list(self._store, self._key or None):
                 for entry in page:
                     yield BucketPath(f"{self._root}/{entry['path']}"), entry["last_modified"]
 
     def delete(self, paths: Sequence[BucketPath]) -> None:
         """Deletes objects of this bucket. Ones that do not exist are skipped."""
-        obstore = _obstore()
-        with _requests():
+        with _requests() as obstore:
             obstore.delete(self._store, [path._key for path in paths])
 
     def write_bytes(self, data: bytes) -> None:
         """Writes the object, or replaces it."""
-        obstore = _obstore()
         try:
-            with _requests():
+            with _requests() as obstore:
                 obstore.put(self._store, self._key, data, use_multipart=False)
         except OSError:
             # The store may have carried it out, and the answer was lost.
@@ -188,14 +183,11 @@ class BucketPath:
         Returns:
             True if the object holds the data now, False if it holds something else.
         """
-        obstore = _obstore()
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
-
         try:
-            with _requests():
+            with _requests() as obstore:
                 obstore.put(self._store, self._key, data, mode="create", use_multipart=False)
             return True
-        except (AlreadyExistsError, PreconditionError):
+        except FileExistsError:
             return self._holds(data)
         except OSError:
             if not self._holds(data):
@@ -211,25 +203,20 @@ class BucketPath:
 
     @contextmanager
     def upload(self, size: int) -> Iterator[Any]:
-        """Yields a file to write. The object exists after the block, and not at all if the block raises.
+        """Yields a file to write, of about `size` bytes. The object exists after the block, unless the block raises.
 
         Up to `PARALLEL` parts are sent at a time, and as many are held in memory.
-
-        Args:
-            size: about how many bytes the file will have.
         """
-        obstore = _obstore()
         part = max(PART, -(-size // MOST_PARTS))
         with (
-            _requests(),
+            _requests() as obstore,
             obstore.open_writer(self._store, self._key, buffer_size=part, max_concurrency=PARALLEL) as file,
         ):
             yield file
 
     def read_bytes(self, most: int) -> bytes:
         """Returns the object's bytes, or the first `most` of them."""
-        obstore = _obstore()
-        with _requests():
+        with _requests() as obstore:
             found = obstore.get(self._store, self._key)
             if found.meta["size"] <= most:
                 return bytes(found.bytes())
@@ -237,28 +224,21 @@ class BucketPath:
 
     def download(self, target: Path) -> None:
         """Copies the object to a local file, whose folder is created."""
-        obstore = _obstore()
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _requests(), target.open("wb") as file:
+        with _requests() as obstore, target.open("wb") as file:
             for piece in obstore.get(self._store, self._key).stream():
                 file.write(piece)
 
     def open_inside(self, name: str) -> tuple[BucketFile, int]:
         """Returns a file in this folder, and its size in bytes."""
-        obstore = _obstore()
         path = self / name
-        with _requests():
+        with _requests() as obstore:
             size = int(obstore.head(path._store, path._key)["size"])
         return BucketFile(path._store, path._key), size
 
 
 class BucketFile:
-    """An object that is read in ranges of bytes.
-
-    Args:
-        store: obstore's store of the bucket.
-        key: the object's key.
-    """
+    """An object that is read in ranges of bytes."""
 
     def __init__(self, store: Any, key: str) -> None:
         self._store, self._key = store, key
@@ -268,10 +248,9 @@ class BucketFile:
 
     def part(self, begin: int, end: int) -> BucketPart:
         """Requests a range of bytes. Threads may call it at the same time."""
-        obstore = _obstore()
         if begin == end:
             return BucketPart(memoryview(b""), begin)
-        with _requests():
+        with _requests() as obstore:
             return BucketPart(memoryview(obstore.get_range(self._store, self._key, start=begin, end=end)), begin)
 
     def read(self, views: Sequence[memoryview], offset: int) -> int:
@@ -280,12 +259,7 @@ class BucketFile:
 
 
 class BucketPart:
-    """Bytes of an object that are in memory.
-
-    Args:
-        data: the bytes.
-        begin: their offset in the object.
-    """
+    """Bytes of an object that are in memory, from the offset `begin` on."""
 
     def __init__(self, data: memoryview, begin: int) -> None:
         self._data, self._begin = data, begin
@@ -306,11 +280,7 @@ AnyPlace = TypeVar("AnyPlace", bound=Place)
 
 
 def place_of(path: str | os.PathLike[str] | BucketPath, name: str) -> Place:
-    """Returns the path that a user passed, which may be the URL of a bucket.
-
-    Args:
-        path: the path or URL.
-        name: the argument's name, for errors.
+    """Returns the path that a user passed as the argument `name`, which may be the URL of a bucket.
 
     Raises:
         ConfigurationError: for a URL that does not name a folder in a bucket, or holds credentials.
@@ -344,13 +314,6 @@ def absolute(path: str | os.PathLike[str] | BucketPath, name: str) -> str:
     return str(place) if isinstance(place, BucketPath) else os.path.abspath(place)
 
 
-def _obstore() -> Any:
-    """Returns the package, which only URLs need."""
-    with needs("obstore", "remote", "a URL of a bucket"):
-        import obstore
-    return obstore
-
-
 @functools.cache
 def store_of(url: str) -> Any:
     """Returns obstore's store of a bucket, with the settings in the environment. It connects at the first request."""
@@ -369,16 +332,18 @@ def store_of(url: str) -> Any:
 
 
 @contextmanager
-def _requests() -> Iterator[None]:
-    """Turns obstore's errors in the block into OSErrors, which have a line of text."""
+def _requests() -> Iterator[Any]:
+    """Yields obstore, which only URLs need. Turns its errors in the block into OSErrors, which have a line of text."""
+    with needs("obstore", "remote", "a URL of a bucket"):
+        import obstore
     from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
     try:
-        yield
+        yield obstore
     except FileNotFoundError as error:
         raise FileNotFoundError(_cause(error)) from None
-    except (AlreadyExistsError, PreconditionError):
-        raise
+    except (AlreadyExistsError, PreconditionError) as error:
+        raise FileExistsError(_cause(error)) from error
     except BaseError as error:
         raise OSError(_cause(error)) from error
 

@@ -29,7 +29,6 @@ from leyden.checkpoint.format.errors import CheckpointError, UnsupportedStateErr
 from leyden.checkpoint.format.tensors import Spec, check_tensor
 from leyden.core.errors import with_article
 
-Classes: TypeAlias = "Mapping[str, type] | Iterable[type]"
 # One step of a key path: as shown in an error, and as used in the name of a tensor.
 Step: TypeAlias = tuple[str, Any]
 KeyPath: TypeAlias = tuple[Step, ...]
@@ -58,12 +57,9 @@ class TensorSupply(Protocol):
 
 
 def encode(tree: Any, tensors: TensorSink, where: str = "state") -> Any:
-    """Encodes a tree as a JSON value.
+    """Encodes a tree, any nest of the types listed in this module, as a JSON value.
 
-    Args:
-        tree: any nest of the types listed in this module.
-        tensors: receives the tree's tensors.
-        where: the name of the root in errors, such as `callbacks['EarlyStopping']`.
+    `tensors` receives its tensors. `where` is the name of the root in errors, such as `callbacks['EarlyStopping']`.
 
     Raises:
         UnsupportedStateError: if a part cannot be saved; names its key path and type.
@@ -76,34 +72,22 @@ def encode(tree: Any, tensors: TensorSink, where: str = "state") -> Any:
     return _Encoder(tensors, where).encode(tree, ())
 
 
-def decode(
-    value: Any, tensors: TensorSupply, *, like: Any = None, types: Classes | None = None, where: str = "state"
-) -> Any:
+def decode(value: Any, tensors: TensorSupply, *, like: Any = None, where: str = "state") -> Any:
     """Decodes a tree from the JSON value that `encode` returned.
 
-    Args:
-        value: the JSON value.
-        tensors: supplies the tensors.
-        like: the current tree. Its Enum classes, dataclasses and namedtuples are used for saved ones of the same name.
-        types: more such classes.
-        where: the name of the root in errors.
+    The Enum classes, dataclasses and namedtuples of the current tree `like` are used for saved ones of the same name.
 
     Raises:
         CheckpointError: if `encode` did not write the value.
     """
-    known = known_classes(like, types)
-    decoder = _Decoder(tensors, known, where)
     with blame(where):
-        return decoder.decode(value, 0)
+        return _Decoder(tensors, known_classes(like), where).decode(value, 0)
 
 
 def check_encodable(tree: Any, where: str = "state", sharded: bool = False) -> None:
     """Raises early if a tree cannot be saved. Encodes it in memory, without its tensors' data.
 
-    Args:
-        tree: a tree of state.
-        where: the name of the root in errors.
-        sharded: accept DTensors and Fragments.
+    `sharded` accepts DTensors and Fragments.
 
     Raises:
         UnsupportedStateError: names the key path and the type of the first part that cannot be saved.
@@ -567,17 +551,9 @@ def class_names(encoded: Any) -> set[str]:
     return found
 
 
-def known_classes(like: Any, types: Classes | None) -> dict[str, type]:
-    """Returns the classes that saved values may be restored as, by their names in a checkpoint.
-
-    Args:
-        like: the current tree; its classes are used.
-        types: more classes.
-    """
-    given = types.values() if isinstance(types, Mapping) else types or ()
-    known = {name_of(cls): cls for cls in given}
-    if isinstance(types, Mapping):
-        known |= types
+def known_classes(like: Any) -> dict[str, type]:
+    """Returns the classes in the current tree, which saved values are restored as, by their names in a checkpoint."""
+    known: dict[str, type] = {}
     pending, seen = [like], set()
     while pending:
         value = pending.pop()

@@ -26,10 +26,6 @@ def entries_of(config: Any) -> dict[str, Any] | None:
 def resolved(config: Any, where: str = "hparams") -> Any:
     """Returns a configuration as plain values, with all interpolations resolved. Missing values stay "???".
 
-    Args:
-        config: a DictConfig or a ListConfig.
-        where: the name of the configuration in errors.
-
     Raises:
         UnsupportedStateError: if an interpolation cannot be resolved.
     """

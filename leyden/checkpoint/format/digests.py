@@ -27,7 +27,6 @@ FORMAT = 1
 FIRST = "digests.jsonl"
 NAMES = re.compile(r"digests(-v[1-9]\d*)?\.jsonl")
 """The names of such files. A run that finds another run's file in its folder takes the next name."""
-_PIECE = 1024 * 1024
 
 
 class DigestsError(LeydenError):
@@ -83,13 +82,9 @@ class Place:
 
 
 class DigestFile:
-    """The file of a run's digests, open for appending.
+    """The file of a run's digests, open for appending. `begin` and `resume` open it.
 
-    Args:
-        path: the path of an existing file.
-        place: the current end of the file.
-        forms: the tensors that the file listed last, by name.
-        hasher: a hasher that has been updated with the file's bytes.
+    `forms` are the tensors that the file listed last, and `hasher` has been updated with the file's bytes.
     """
 
     def __init__(self, path: Path, place: Place, forms: dict[str, str], hasher: Any) -> None:

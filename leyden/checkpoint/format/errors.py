@@ -77,10 +77,6 @@ def naming(path: str | os.PathLike[str] | BucketPath) -> Iterator[None]:
 def blame(path: str | os.PathLike[str] | BucketPath, where: str = "") -> Iterator[None]:
     """Turns any error that a file's content causes in the block into a CheckpointError that names file and entry.
 
-    Args:
-        path: the file.
-        where: the entry that is being read or restored; "" for the whole file.
-
     Example:
         >>> with blame("run/user.json", "order"):
         ...     {}["at"]

@@ -49,11 +49,7 @@ ALGORITHMS = (SHA256, XXH3)
 
 
 def digest_of(algorithm: str) -> Callable[[], Hasher]:
-    """Returns the constructor of an algorithm's hasher.
-
-    Args:
-        algorithm: one of ALGORITHMS.
-    """
+    """Returns the constructor of the hasher of one of ALGORITHMS."""
     if algorithm == SHA256:
         return hashlib.sha256
     from xxhash import xxh3_64

@@ -85,7 +85,7 @@ def write_file(
     hasher = ChunkHasher(chunk, algorithm)
     if isinstance(path, BucketPath):
         with path.upload(size) as upload:
-            for piece in (part for whole in pieces for part in _pieces(memoryview(whole))):
+            for piece in _cut(pieces):
                 hasher.update(piece)
                 upload.write(piece)
         return hasher.entry()
@@ -93,7 +93,7 @@ def write_file(
     file: BinaryIO = open(path, "xb", buffering=_PIECE // 2, opener=opener)  # noqa: SIM115
     try:
         started = written = 0
-        for piece in (part for whole in pieces for part in _pieces(memoryview(whole))):
+        for piece in _cut(pieces):
             # Hash before writing, which leaves the piece in the CPU's cache for the copy.
             hasher.update(piece)
             file.write(piece)
@@ -137,30 +137,12 @@ def entry_of(path: Path) -> FileEntry:
     return hasher.entry()
 
 
-def _pieces(view: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(view), _PIECE):
-        yield view[start : start + _PIECE]
-
-
-def write_tensors(
-    path: Place,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
-    unflushed: Unflushed | None = None,
-) -> FileEntry:
-    """Writes plain dense tensors to one safetensors file, without copying contiguous CPU tensors.
-
-    Args:
-        path: the path of the new file.
-        tensors: dense tensors of dtypes that safetensors has, by key.
-        metadata: strings for the header.
-        unflushed: takes over the open file, and flushes it later. None flushes it to disk now.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
-    forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return write_stream(path, forms, lambda name: tensors[name].detach(), metadata, unflushed)
+def _cut(pieces: Iterable[memoryview | bytes]) -> Iterator[memoryview]:
+    """Cuts pieces into parts of at most `_PIECE` bytes."""
+    for piece in pieces:
+        view = memoryview(piece)
+        for start in range(0, len(view), _PIECE):
+            yield view[start : start + _PIECE]
 
 
 def write_stream(
@@ -172,9 +154,11 @@ def write_stream(
 ) -> FileEntry:
     """Writes tensors to one safetensors file, holding only one of them in memory at a time.
 
+    The bytes of contiguous CPU tensors are not copied.
+
     Args:
         path: the path of the new file.
-        forms: the dtype and shape of each tensor, by key.
+        forms: the dtype and shape of each tensor, by key. Only dtypes that safetensors has.
         fetch: returns the tensor of a key.
         metadata: strings for the header.
         unflushed: takes over the open file, and flushes it later. None flushes it to disk now.
@@ -251,11 +235,7 @@ class Readable(Protocol):
 
 
 class LocalFile:
-    """An open file of this machine.
-
-    Args:
-        descriptor: the file's descriptor, which `close` closes.
-    """
+    """A file of this machine, open at a descriptor that `close` closes."""
 
     def __init__(self, descriptor: int) -> None:
         self._file: BinaryIO = os.fdopen(descriptor, "rb", buffering=0)
@@ -323,12 +303,7 @@ class CheckedFile:
         self._file.close()
 
     def verify(self, begin: int = 0, end: int | None = None, unread: bool = False) -> None:
-        """Verifies the chunks whose first byte is in a range.
-
-        Args:
-            begin: the first byte of the range.
-            end: the end of the range, exclusive; None for the end of the file.
-            unread: skip chunks that have already been verified.
+        """Verifies the chunks whose first byte is in a range, or only the `unread` ones: those not verified yet.
 
         Raises:
             CheckpointError: if a chunk does not match its checksum.
@@ -353,28 +328,25 @@ class CheckedFile:
         self.fill([(0, memoryview(data))])
         return bytes(data)
 
-    def head(self, tail_of: int = 8) -> tuple[int, bytes]:
-        """Returns the length and bytes of a safetensors header. Checks the length before allocating memory."""
-        first = bytearray(min(tail_of, self.size))
+    def head(self) -> tuple[int, bytes]:
+        """Returns the end and the bytes of a safetensors header. Checks its length before allocating memory."""
+        first = bytearray(min(8, self.size))
         try:
             self._read_exactly(self._file, [memoryview(first)], 0)
         except OSError as error:
             raise CheckpointError(self.path, f"cannot be read ({error}).") from error
         length = int.from_bytes(first, "little")
-        if self.size < tail_of or length > MAX_HEADER or length > self.size - tail_of:
+        if self.size < 8 or length > MAX_HEADER or length > self.size - 8:
             raise CheckpointError(
                 self.path,
                 f"is not a safetensors file: its header would have {length} bytes in a file of {self.size}.",
             )
-        data = bytearray(tail_of + length)
+        data = bytearray(8 + length)
         self.fill([(0, memoryview(data))])
-        return tail_of + length, bytes(data[tail_of:])
+        return 8 + length, bytes(data[8:])
 
     def fill(self, targets: list[tuple[int, memoryview]]) -> None:
-        """Reads into buffers.
-
-        Args:
-            targets: for each buffer its offset in the file, and the buffer. The ranges must not overlap.
+        """Reads into buffers, each given after its offset in the file. The ranges must not overlap.
 
         Raises:
             CheckpointError: if a chunk in these ranges does not match its checksum, or the file ends early.
@@ -455,12 +427,9 @@ def _unfilled(views: list[memoryview], count: int) -> list[memoryview]:
 
 @dataclass(slots=True)
 class _Stretch:
-    """A run of consecutive whole chunks, with the pieces of it that are wanted.
+    """A run of whole chunks, from `begin` to `end` in the file, with the pieces of it that are wanted.
 
-    Attributes:
-        begin: the first byte in the file.
-        end: the end in the file, exclusive.
-        pieces: the wanted pieces: the offset in the file, and the buffer to read into.
+    A piece is an offset in the file, and the buffer to read into.
     """
 
     begin: int

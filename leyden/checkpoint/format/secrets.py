@@ -106,10 +106,6 @@ _QUOTED = re.compile(r"(?P<quote>[\"'])(?P<value>.*?)(?P<end>(?P=quote)|$)")
 def masked_value(name: str, value: str) -> str:
     """Returns a value that is safe to print: masked if its name or its format marks it as a secret.
 
-    Args:
-        name: the name of the variable, key or flag.
-        value: the value.
-
     Example:
         >>> masked_value("WANDB_API_KEY", "abc"), masked_value("--pad_token", "<pad>")
         ('***', '<pad>')
@@ -184,9 +180,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
 def masked_lines(lines: Sequence[str], quoted: bool) -> list[str]:
     """Masks the secrets in a file's lines, including values that continue on the next line.
 
-    Args:
-        lines: the file's lines.
-        quoted: True for code, in which only quoted text can be a secret.
+    `quoted` is True for code, in which only quoted text can be a secret.
 
     Example:
         >>> masked_lines(['os.environ["API_KEY"] = "abc"', "api_key = read(path)"], quoted=True)

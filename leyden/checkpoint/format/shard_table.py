@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from leyden.checkpoint.format.errors import CheckpointError
-from leyden.checkpoint.format.safefile import CheckedFile, memory_of, read_header
+from leyden.checkpoint.format.safefile import CheckedFile, memory_of, read_header, room
 from leyden.checkpoint.format.tensors import DTYPES, dtype_named
 from leyden.core.errors import StateError
 from leyden.core.saved_state import SavedState, brief
@@ -28,14 +28,10 @@ SPREAD_FROM = 64 * 1024 * 1024
 _BATCH = 64 * 1024 * 1024
 
 
-def whole_table(tensor: Tensor, file: str, key: str) -> Table:
+def whole_table(dtype: torch.dtype, shape: Sizes, file: str, key: str) -> Table:
     """Returns the table of a tensor that is a single shard."""
-    shape = list(tensor.shape)
-    return {"dtype": _name(tensor.dtype), "shape": shape, "shards": [[file, key, [0] * len(shape)]]}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
+    return {"dtype": name, "shape": list(shape), "shards": [[file, key, [0] * len(shape)]]}
 
 
 def file_name(stem: str, number: int, count: int) -> str:
@@ -46,13 +42,8 @@ def file_name(stem: str, number: int, count: int) -> str:
 def spread(tensors: Mapping[str, Tensor], movable: Collection[str], ranks: int) -> dict[str, int]:
     """Decides which rank writes each tensor, so that all ranks write about the same number of bytes.
 
-    If the tensors have few bytes in total, rank 0 writes all of them.
-
-    Args:
-        tensors: the tensors by key. Every rank has all of them.
-        movable: keys of tensors that are identical on all ranks, so that any rank may write them. Rank 0 writes the
-            others.
-        ranks: the number of ranks.
+    Every rank has all tensors. If they have few bytes in total, rank 0 writes them. Otherwise it writes those that are
+    not movable, and any rank may write the movable ones, which are identical on all ranks.
 
     Example:
         >>> spread({"a": torch.zeros(9), "b": torch.zeros(5), "c": torch.zeros(4)}, "abc", 2)
@@ -72,11 +63,7 @@ def spread(tensors: Mapping[str, Tensor], movable: Collection[str], ranks: int) 
 
 
 def check_spec(spec: SavedState, others: Mapping[str, SavedState]) -> None:
-    """Raises if a tensor's entry in `layout.json` is invalid.
-
-    Args:
-        spec: the entry.
-        others: all entries, by name.
+    """Raises if a tensor's entry in `layout.json` is invalid. `others` are all entries, by name.
 
     Raises:
         StateError: names the entry.
@@ -116,17 +103,17 @@ def _check_sizes(where: str, sizes: Any) -> None:
 # reading --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, eq=False)
 class Want:
-    """A part of a stored tensor to read, and the tensor to read it into.
-
-    Attributes:
-        table: the stored tensor's table.
-        offsets: the part's offsets in the stored tensor.
-        target: a tensor of the part's shape, on any device.
-    """
+    """A part of a stored tensor to read, at these offsets, into a target of its shape on any device."""
 
     table: Table
     offsets: Sizes
     target: Tensor
+
+    @classmethod
+    def whole(cls, table: Table) -> Want:
+        """Returns the whole of a stored tensor, with new memory for it."""
+        shape = table["shape"]
+        return cls(table, (0,) * len(shape), room(shape, dtype_named(table["dtype"])))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,9 +138,7 @@ class _Piece:
 def fill(open_file: Callable[[str], CheckedFile], wants: Iterable[Want]) -> None:
     """Reads parts of tensors into their targets. Reads only the necessary rows of the necessary shards.
 
-    Args:
-        open_file: opens a file of the checkpoint by name.
-        wants: the parts.
+    `open_file` opens a file of the checkpoint by name.
 
     Raises:
         CheckpointError: if a file is damaged or lacks a tensor.

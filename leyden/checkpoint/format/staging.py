@@ -37,11 +37,9 @@ def sibling(target: Path, kind: Kind) -> Path:
 
 
 def check_length(name: str, folder: str | os.PathLike[str] | None = None) -> None:
-    """Checks that a name, and the temporary one that a save writes first, are short enough for the file system.
+    """Checks that a checkpoint's name, and the temporary one of its save, are short enough for the file system.
 
-    Args:
-        name: the name of a checkpoint.
-        folder: the existing folder of the checkpoint; None for the 255 bytes of common file systems.
+    Without an existing folder, the limit is that of common file systems, 255 bytes.
 
     Raises:
         ConfigurationError: if the name is too long.
@@ -146,9 +144,6 @@ def _last_sign(path: Path) -> float:
 class FolderHeartbeat:
     """Touches a temporary folder every `BEAT` seconds, to tell other hosts that the folder is still being written.
 
-    Args:
-        folder: the folder, which was just created.
-
     Attributes:
         began: the time of its creation, on the clock of its file system.
     """
@@ -173,12 +168,9 @@ class FolderHeartbeat:
 
 
 def standing(path: Path) -> Path:
-    """Returns the path at which a checkpoint can be read now.
+    """Returns the path at which a checkpoint, or a link to one, can be read now.
 
     This is a temporary name if an overwrite that is unfinished, or was killed, has moved the checkpoint aside.
-
-    Args:
-        path: a checkpoint, or a link to one.
 
     Returns:
         The temporary name; or `path` itself if it exists, or if no checkpoint was moved aside.

@@ -57,9 +57,7 @@ MAX_REPEATED = 2**26
 
 def is_sharded(tensor: Tensor) -> bool:
     """Returns True for a DTensor or a Fragment, which is divided among ranks."""
-    if isinstance(tensor, Fragment):
-        return True
-    return local_weights.is_dtensor(tensor)
+    return isinstance(tensor, Fragment) or local_weights.is_dtensor(tensor)
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -79,12 +77,7 @@ def address_of(tensor: Tensor) -> int:
 
 
 def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
-    """Raises if a tensor cannot be saved.
-
-    Args:
-        tensor: any tensor.
-        where: the tensor's name in the error.
-        sharded: accept a DTensor or a Fragment.
+    """Raises if a tensor cannot be saved. `sharded` accepts a DTensor or a Fragment.
 
     Raises:
         UnsupportedStateError: names `where` and the kind of tensor.
@@ -183,10 +176,7 @@ class TensorCollector:
     """Collects the tensors of a tree. Tensors that share memory are stored once, and share memory again when read.
 
     This applies to tensors of the same dtype and storage. Views that overlap but differ are stored as the stretch of
-    memory that they cover together.
-
-    Args:
-        sharded: accept DTensors and Fragments, and keep them sharded.
+    memory that they cover together. `sharded` accepts DTensors and Fragments, and keeps them sharded.
     """
 
     def __init__(self, sharded: bool = False) -> None:
@@ -195,12 +185,7 @@ class TensorCollector:
         self._keys: set[str] = set()
 
     def put(self, tensor: Tensor, where: str, key: str) -> Spec:
-        """Adds a tensor.
-
-        Args:
-            tensor: any tensor.
-            where: the tensor's key path, for errors.
-            key: the tensor's preferred name in the file.
+        """Adds a tensor, under the name `key` if that is free. `where` is its key path, for errors.
 
         Returns:
             The tensor's spec, a JSON object that `finish` fills in.
@@ -253,18 +238,10 @@ class TensorCollector:
 
 
 class TensorSource:
-    """Supplies the tensors for the specs that a `TensorCollector` wrote.
+    """Supplies the tensors for the specs that a `TensorCollector` wrote."""
 
-    Args:
-        stored: the plain tensors, by key.
-        device: the device for tensors that were not on the CPU when saved; the CPU by default.
-    """
-
-    def __init__(self, stored: Mapping[str, Tensor], device: str | torch.device | None = None) -> None:
+    def __init__(self, stored: Mapping[str, Tensor]) -> None:
         self._stored = stored
-        self._device = device
-        self._parts: dict[tuple[str, bool], Tensor] = {}
-        """Stored tensors on their device, by key and whether they were off the CPU."""
         self._plain: dict[tuple[Any, ...], Tensor] = {}
         """Restored tensors by view, without `requires_grad` and not as parameters."""
         self._flagged: dict[tuple[Any, ...], Tensor] = {}
@@ -290,13 +267,11 @@ class TensorSource:
         return self._flagged[(view, flags)]
 
     def _whole(self, spec: Spec) -> Tensor:
-        off_cpu = "device" in spec
-        return join(spec, {name: self._part(part_key(spec["key"], name), off_cpu) for name in part_names(spec)})
+        return join(spec, {name: self._stored[part_key(spec["key"], name)] for name in part_names(spec)})
 
     def _view(self, spec: Spec) -> Tensor:
-        stored = self._part(spec["base"], "device" in spec)
         dtype, count = dtype_named(spec["dtype"]), spec["stretch"]
-        memory = _from_stored(stored, dtype, (count,))
+        memory = _from_stored(self._stored[spec["base"]], dtype, (count,))
         shape, strides, offset = _sizes(spec["shape"]), _sizes(spec["strides"]), spec["offset"]
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if type(offset) is not int or offset < 0 or (0 not in shape and last >= count):
@@ -304,12 +279,6 @@ class TensorSource:
         if math.prod(shape) > max(count, MAX_REPEATED):
             raise ValueError(f"a view expands the {count} elements of its memory to {math.prod(shape)}")
         return torch.as_strided(memory, shape, strides, offset)
-
-    def _part(self, key: str, off_cpu: bool) -> Tensor:
-        if (key, off_cpu) not in self._parts:
-            tensor = self._stored[key]
-            self._parts[(key, off_cpu)] = tensor.to(self._device) if off_cpu and self._device is not None else tensor
-        return self._parts[(key, off_cpu)]
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -23,12 +23,7 @@ class Unflushed:
         self._files: list[tuple[str, BinaryIO]] = []
 
     def add(self, name: str, file: BinaryIO) -> None:
-        """Takes over a file whose bytes have all been passed to the system.
-
-        Args:
-            name: the file's name in errors.
-            file: the open file.
-        """
+        """Takes over an open file whose bytes have all been passed to the system. Errors have its name."""
         self._files.append((name, file))
         if len(self._files) >= _MAX_OPEN:
             self.flush()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from leyden.checkpoint.format import safefile
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.format.manifest import CHUNK, SHA256, XXH3, ChunkHasher
-from leyden.checkpoint.format.safefile import CheckedFile, write_file, write_tensors
+from leyden.checkpoint.format.safefile import CheckedFile, write_file, write_stream
 from leyden.checkpoint.format.unflushed import Unflushed
 
 
@@ -129,7 +129,11 @@ def test_tensors_that_need_a_copy_are_copied_piece_by_piece(tmp_path: Path, monk
         return memory_of(tensor)
 
     monkeypatch.setattr(safefile, "memory_of", record_copy)
-    entry = write_tensors(tmp_path / "file.safetensors", tensors)
+    entry = write_stream(
+        tmp_path / "file.safetensors",
+        {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
+        tensors.__getitem__,
+    )
     assert max(copied) <= 600 and len(copied) > 20
     back = load_file(tmp_path / "file.safetensors")
     assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in tensors)
