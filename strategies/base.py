@@ -642,6 +642,10 @@ class Strategy:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the strategy's own state. Ignores unknown entries, since another strategy may have saved it."""
 
+    def uses_buffer(self, module: nn.Module, name: str) -> bool:
+        """Returns True if this rank runs the part of the module that has a buffer; False for another stage's."""
+        return True
+
     def local_weights(self, module: nn.Module) -> LocalWeights:
         """Returns this rank's part of the module's tensors, for reading and writing between two steps."""
         return LocalWeights(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from leyden.core.saved_state import SavedState, brief
 
 
 class Buffers:
-    """The buffers of this rank that differ from rank 0's. Rank 0's buffers are saved with the weights.
+    """This rank's buffers that differ from those of the first rank that uses them, which are saved with the weights.
 
-    Every rank must call `state_dict`, which compares them.
+    Every rank must call `state_dict`, which compares them. `is_used` returns True for a buffer that this rank's part of
+    the module uses, by name: a rank of a pipeline has old copies of other stages' buffers.
     """
 
-    def __init__(self, module: nn.Module, ranks: CheckpointRanks) -> None:
-        self._module, self._ranks = module, ranks
+    def __init__(self, module: nn.Module, ranks: CheckpointRanks, is_used: Callable[[str], bool]) -> None:
+        self._module, self._ranks, self._is_used = module, ranks, is_used
 
     def state_dict(self) -> dict[str, Tensor]:
         if self._ranks.size == 1:
@@ -33,13 +34,14 @@ class Buffers:
             name: value
             for name, value in self._module.state_dict().items()
             if name not in parameters
+            and self._is_used(name)
             and isinstance(value, Tensor)
             and value.layout is torch.strided
             and not is_sharded(value)
         }
         digests = {name: _digest(value) for name, value in buffers.items()}
-        first = self._ranks.gather(digests)[0]
-        return {name: value for name, value in buffers.items() if digests[name] != first.get(name)}
+        first = {name: digest for rank in reversed(self._ranks.gather(digests)) for name, digest in rank.items()}
+        return {name: value for name, value in buffers.items() if digests[name] != first[name]}
 
     def check_state_dict(self, state: Any) -> None:
         saved = SavedState(state, "buffers")

@@ -800,6 +800,13 @@ class MeshStrategy(FSDPStrategy):
             broadcast_all(buffers, owner)
 
     # state ------------------------------------------------------------------------------------------------------------
+    def uses_buffer(self, module: nn.Module, name: str) -> bool:
+        holdings = _holdings_of(module)
+        if holdings is None or not name.startswith(f"{holdings.cut.container}."):
+            # Every stage runs what is around the blocks.
+            return True
+        return holdings.cut.stage_of(name) in holdings.stages
+
     def local_weights(self, module: nn.Module) -> LocalWeights:
         holdings = _holdings_of(module)
         if holdings is None:

@@ -200,6 +200,8 @@ def test_averages_in_a_pipeline_are_those_of_one_process(layouts: list[str], tmp
     jobs = [(layout, "ema", folder, start) for layout in layouts for start in (None, layout, "one")]
     if "fsdp 2" in layouts:
         jobs += [("fsdp 2", "ema", folder, first), (first, "ema", folder, "fsdp 2")]
+        # Of the same number of ranks, with blocks at other ranks.
+        jobs += [("interleaved", "ema", folder, first), (first, "ema", folder, "interleaved")]
     size = math.prod(v for k, v in MESHES[first].items() if k in ("pp", "dp_shard", "tp", "cp"))
     ranks = run_world(size, train_all, jobs)
     for rank in ranks:

@@ -35,6 +35,7 @@ ANY_TIME = {
     "held",
     "unreduced_gradients",
     "restore_unreduced",
+    "uses_buffer",
 }
 
 

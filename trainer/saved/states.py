@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -268,7 +269,7 @@ def step_states_of(run: Run) -> StepStates:
 def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
     """Returns the owners of rank-specific state, except the data position. RNG state is last: others may draw."""
     return {
-        "buffers": Buffers(run.module, ranks),
+        "buffers": Buffers(run.module, ranks, partial(run.strategy.uses_buffer, run.module)),
         "logs": run.logs,
         "metrics": MetricStates(run.module),
         "trained": run.trained,
