@@ -601,7 +601,7 @@ class ToyGroup(dist.ProcessGroup):
     def __init__(self, gloo: Any, rank: int, size: int, carries_cpu: bool) -> None:
         super().__init__(rank, size)
         self.gloo, self.carries_cpu = gloo, carries_cpu
-        # For collectives that torch does not look up in Python: functional ones, whose tensors `dispatch` unwraps.
+        # For collectives that torch does not look up in Python.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def name(self) -> str:
@@ -647,6 +647,35 @@ def _carried(name: str, options: Any) -> Callable[..., Done]:
 
 for _name, (_own, _options) in CARRIED.items():
     setattr(ToyGroup, _name, _carried(_own, _options))
+
+FUNCTIONAL = {
+    "all_gather_single_coalesced": "_allgather_base",
+    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "alltoall_base": "alltoall_base",
+}
+"""The collectives of functional ones, whose tensors `dispatch` has unwrapped, and gloo's methods.
+
+torch would find them in C++, and call gloo while it holds the GIL. A worker of gloo that frees an earlier collective's
+tensors needs the GIL, and holds the lock of gloo's queue: the rank would hang.
+"""
+
+
+def _unwrapped(name: str) -> Callable[..., Done]:
+    def collective(self: ToyGroup, output: Any, *args: Any) -> Done:
+        if isinstance(output, Tensor):
+            getattr(self.gloo, name)(output, *args).wait()
+            return Done([output])
+        [parts, options] = args
+        for whole, part in zip(output, parts, strict=True):
+            getattr(self.gloo, name)(whole, part, options).wait()
+        return Done(output)
+
+    return collective
+
+
+for _name, _own in FUNCTIONAL.items():
+    setattr(ToyGroup, _name, _unwrapped(_own))
 
 
 def _group(carries_cpu: bool) -> Callable[..., ToyGroup]:

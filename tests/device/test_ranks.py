@@ -163,8 +163,7 @@ def fit(
 @pytest.mark.parametrize(
     ("strategy", "items"),
     [("ddp", "number"), ("ddp", "device"), ("toyalone", "number"), ("fsdp", "number"), ("tp", "number")]
-    # Gathering keys and values again in backward hangs in about one run of seven, in the stand-in's thread of backward.
-    + [pytest.param(net, "number", marks=[pytest.mark.full] if net == "gather" else []) for net in NETS],
+    + [(net, "number") for net in NETS],
 )
 def test_ranks_train_the_weights_of_one_process(strategy: str, items: str, tmp_path: Path) -> None:
     expected = fit(str(tmp_path / "one"), "auto", "cpu", net=strategy)[0]
