@@ -4,12 +4,14 @@
     python benchmarks/experts.py --ranks 4 --repeats 3 --steps 10     # ep 2; two ranks shard each half of the experts
 
 A language model of 4 blocks, each with attention and a mixture of 8 experts of which a token takes 2, in float32,
-AdamW, clipping by norm, CPU, gloo, one thread per rank. The loop by hand shards the other weights by FSDP, and sends
-tokens to their experts and back as Leyden does, by torch's functional collectives. It weights the outputs after they
-are back; Leyden sends the weights along, since a module may use them earlier. All contestants run in the same
-processes, one after the other in each round. The table shows the largest number of bytes that rank 0's tensors held at
-one time, the median steps per second, and, beside the loop by hand, the median over the rounds of the speed, with the
-lowest and the highest, and that of rank 0's processor time per step.
+AdamW, clipping by norm, CPU, gloo, one thread per rank. The loops by hand shard the other weights by FSDP, and send
+tokens to their experts and back as Leyden does, by torch's functional collectives. They weight the outputs after they
+are back; Leyden sends the weights along, since a module may use them earlier. The experts of "ep by hand" are plain
+tensors, which no other number of ranks can load; those of "ep as DTensors" are parts of one DTensor, as in torchtitan
+and Leyden. All contestants run in the same processes, one after the other in each round. The table shows the largest
+number of bytes that rank 0's tensors held at one time, the median steps per second, and, beside the first loop by
+hand, the median over the rounds of the speed, with the lowest and the highest, and that of rank 0's processor time
+per step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 from leyden import TrainModule
@@ -45,7 +47,8 @@ class Experts(nn.Module):
         chosen = index.flatten()
         order = chosen.argsort(stable=True)
         rows = x[order // index.shape[1]].split(torch.bincount(chosen, minlength=len(self.up)).tolist())
-        pairs = torch.cat([F.gelu(own @ up.T) @ down.T for own, up, down in zip(rows, self.up, self.down, strict=True)])
+        ups, downs = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        pairs = torch.cat([F.gelu(own @ up.T) @ down.T for own, up, down in zip(rows, ups, downs, strict=True)])
         return weighted(pairs, order, weights)
 
 
@@ -100,12 +103,12 @@ def build(args: argparse.Namespace) -> Mixture:
 class Exchanged(nn.Module):
     """Keeps this rank's experts, and sends each row to the rank of its expert and back."""
 
-    def __init__(self, experts: Experts, mesh: DeviceMesh) -> None:
+    def __init__(self, experts: Experts, mesh: DeviceMesh, as_dtensors: bool) -> None:
         super().__init__()
         self.experts, self.group = experts, mesh.get_group()
         for name, whole in list(experts.named_parameters()):
             part = whole.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-            setattr(experts, name, nn.Parameter(part))
+            setattr(experts, name, nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)]) if as_dtensors else part))
 
     def exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
         return collectives.wait_tensor(  # type: ignore[no-any-return, no-untyped-call]
@@ -125,12 +128,12 @@ class Exchanged(nn.Module):
         return weighted(self.exchange(outputs, rows_sent, rows_received), order, weights)
 
 
-def divided(args: argparse.Namespace) -> tuple[Mixture, list[nn.Parameter], list[nn.Parameter]]:
+def divided(args: argparse.Namespace, as_dtensors: bool) -> tuple[Mixture, list[nn.Parameter], list[nn.Parameter]]:
     """Returns the model with its experts divided and sharded, its experts' parameters, and all others."""
     module, world = build(args), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // EP, EP), mesh_dim_names=("shard", "ep"))
     for block in module.blocks:
-        block.experts = Exchanged(block.experts, mesh["ep"])
+        block.experts = Exchanged(block.experts, mesh["ep"], as_dtensors)
         if world > EP:
             fully_shard(block.experts.experts, mesh=mesh["shard"])
         fully_shard(block, ignored_params=set(block.experts.parameters()))
@@ -152,9 +155,9 @@ def clip(experts: list[nn.Parameter], rest: list[nn.Parameter]) -> None:
         nn.utils.clip_grads_with_norm_(group, 1.0, total)
 
 
-def by_hand(args: argparse.Namespace, data: Timed) -> None:
+def by_hand(args: argparse.Namespace, data: Timed, as_dtensors: bool = False) -> None:
     """Runs a hand-written loop."""
-    module, experts, rest = divided(args)
+    module, experts, rest = divided(args, as_dtensors)
     optimizer = torch.optim.AdamW([{"params": experts}, {"params": rest}], lr=3e-4)
     for batch in DataLoader(data, args.batch_size, sampler=DistributedSampler(data, shuffle=False)):
         optimizer.zero_grad()
@@ -164,9 +167,10 @@ def by_hand(args: argparse.Namespace, data: Timed) -> None:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Runs both contestants in turn, repeatedly, on one rank."""
+    """Runs the contestants in turn, repeatedly, on one rank."""
     runs: dict[str, Run] = {
         "ep by hand": lambda data: by_hand(args, data),
+        "ep as DTensors": lambda data: by_hand(args, data, as_dtensors=True),
         "ep leyden": lambda data: leyden(build(args), data, MeshStrategy(ep=EP)),
     }
     windows = torch.randint(TOKENS, (64, args.length + 1))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -25,6 +24,7 @@ from leyden.strategies.fsdp.sharding import Apart, local
 from leyden.strategies.mesh.styles import placed
 from leyden.strategies.recomputing import KEEPS, kept
 
+functional: Any = torch.ops._c10d_functional
 WORD = "expert_parallel"
 """The plan's word for a module of experts."""
 COUNTS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
@@ -161,7 +161,7 @@ class ExpertParallel:
         order = chosen.argsort(stable=True)
         sent = torch.zeros(self._experts, dtype=torch.long, device=chosen.device)
         sent = sent.scatter_add_(0, chosen, torch.ones_like(chosen)).view(self._ranks, -1)
-        received = _all_to_all(sent, None, None, self._group)  # (ranks, experts of this rank)
+        received = _all_to_all(sent, [1] * self._ranks, [1] * self._ranks, self._group)  # (ranks, experts of this rank)
         # The only read by the host: collectives need the numbers of rows.
         rows_sent, rows_received = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         return order, rows_sent, rows_received, received
@@ -244,11 +244,11 @@ def _parted(joined: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tens
     return first.view(rows.dtype), last.view(weights.dtype)
 
 
-def _all_to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    """Sends and receives rows, as many as the host says; None for the same number from and to each rank."""
-    pending = collectives.all_to_all_single(rows.contiguous(), received, sent, group)
-    # Functional collectives return a tensor that waits when it is read; the user's kernels need a plain one.
-    arrived: Tensor = collectives.wait_tensor(pending)  # type: ignore[no-untyped-call]
+def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Sends and receives rows, as many as the host says."""
+    # torch's functions around these wrap the result in a tensor that waits when it is read, so it would wait twice.
+    pending = functional.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
+    arrived: Tensor = functional.wait_tensor(pending)
     return arrived
 
 
