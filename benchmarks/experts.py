@@ -46,8 +46,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:  # (T, D), (T, k), (T, k)
         chosen = index.flatten()
         order = chosen.argsort(stable=True)
-        rows = x[order // index.shape[1]].split(torch.bincount(chosen, minlength=len(self.up)).tolist())
         ups, downs = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        rows = x[order // index.shape[1]].split(torch.bincount(chosen, minlength=len(ups)).tolist())
         pairs = torch.cat([F.gelu(own @ up.T) @ down.T for own, up, down in zip(rows, ups, downs, strict=True)])
         return weighted(pairs, order, weights)
 
