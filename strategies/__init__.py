@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from leyden.launch.cluster import TorchElasticEnvironment as TorchElasticEnvironment
     from leyden.strategies.ddp import DDPStrategy as DDPStrategy
     from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy as DeepSpeedStrategy
+    from leyden.strategies.expert_balancer import ExpertBalancer as ExpertBalancer
     from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy as FSDPStrategy
     from leyden.strategies.mesh.balance import balance_loss as balance_loss
     from leyden.strategies.mesh.balance import routers_in_float32 as routers_in_float32
@@ -73,6 +74,7 @@ _HOMES = {
     "XLAFSDPStrategy": "leyden.strategies.xla.xla_strategy",
     "XLAStrategy": "leyden.strategies.xla.xla_strategy",
     "balance_loss": "leyden.strategies.mesh.balance",
+    "ExpertBalancer": "leyden.strategies.expert_balancer",
     "routers_in_float32": "leyden.strategies.mesh.balance",
 }
 

@@ -144,7 +144,7 @@ MISTAKES: dict[str, Any] = {
     "found no module named 'moe'": lambda: fit(Mixture(), ExpertBalancing(experts="moe")),
     "next to 'blocks.0.experts', and there is none": lambda: fit(Unbiased(), ExpertBalancing(RATE)),
     "is torch.bfloat16, which rounds": lambda: fit(Mixture(), ExpertBalancing(RATE), precision="bf16-true"),
-    "ran in training_step without gradients": lambda: fit(Reentrant(), ExpertBalancing(RATE)),
+    "ran in training without gradients": lambda: fit(Reentrant(), ExpertBalancing(RATE)),
     "gets the experts of each token neither": lambda: fit(Named(), ExpertBalancing()),
 }
 

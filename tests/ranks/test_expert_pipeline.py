@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from leyden import Accelerator, Trainer
 from leyden.callbacks import ExpertBalancing
 from leyden.core.errors import ConfigurationError
-from leyden.strategies import MeshStrategy
+from leyden.strategies import ExpertBalancer, MeshStrategy
 from leyden.strategies.fsdp.sharding import local
 
 GLOBAL_BATCH, SAMPLES, DEPTH = 8, 25, 4
@@ -240,6 +240,7 @@ def own_loop(strategy: Any) -> dict[str, Any]:
     accelerator = Accelerator(strategy=strategy, cpu=True, gradient_accumulation_steps=2)
     loader = DataLoader(data(24), GLOBAL_BATCH // accelerator.strategy.data_size)
     model, optimizer, loader = accelerator.prepare(module, SGD(module.parameters()), loader)
+    balancer = ExpertBalancer(model, accelerator.strategy, rate=0.05)
 
     def step(model: Any, batch: Any) -> Tensor:
         logits, _ = model(batch[0])
@@ -255,6 +256,8 @@ def own_loop(strategy: Any) -> dict[str, Any]:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                balancer.step()
     return {name: tensor.numpy() for name, tensor in accelerator.get_state_dict(model).items()}
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from leyden import Accelerator
 from leyden.core.errors import ConfigurationError
-from leyden.strategies import MeshStrategy
+from leyden.strategies import ExpertBalancer, MeshStrategy
 from leyden.utils import MegatronLMPlugin, ParallelismConfig
 
 GLOBAL_BATCH = 8
@@ -52,7 +52,7 @@ class Mixtral(nn.Module):
 def script(
     arguments: Found, kind: str, dtype: torch.dtype = torch.float64, folder: str = "", loads: bool = False
 ) -> Found:
-    """Trains 4 batches in windows of two. Saves after the first window, or begins there.
+    """Trains 4 batches in windows of two. Saves after the first window, or begins there. Biases balance own experts.
 
     Args:
         arguments: of the Accelerator.
@@ -67,9 +67,10 @@ def script(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     loader: Any = DataLoader(data(32), GLOBAL_BATCH // accelerator.strategy.data_size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    balancer = ExpertBalancer(model, accelerator.strategy, rate=0.05) if kind == "own" else None
     if loads:
         accelerator.load_state(folder)
-    losses = []
+    losses, counts = [], []
     for index, (tokens, labels) in enumerate(accelerator.skip_first_batches(loader, 2) if loads else loader):
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(tokens).flatten(0, 1).to(dtype), labels.flatten())
@@ -78,18 +79,22 @@ def script(
                 losses.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
             optimizer.step()
             optimizer.zero_grad()
+            if balancer is not None and accelerator.sync_gradients:
+                counts.append({name: own.tolist() for name, own in balancer.step().items()})
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
         if folder and index == 1 and not loads:
             accelerator.save_state(folder)
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
     wrapped = {isinstance(part, FSDPModule) for name, part in model.named_modules() if name.endswith("experts")}
-    return {"losses": losses, "held": held, "wrapped": wrapped, **weights_of(accelerator, model)}
+    return {"losses": losses, "counts": counts, "held": held, "wrapped": wrapped, **weights_of(accelerator, model)}
 
 
 def check(found: Found, expected: Found, tolerance: float = 1e-9) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], abs=tolerance)
+    assert found.get("counts") == expected.get("counts")
     for name, value in expected["weights"].items():
-        assert abs(found["weights"][name] - value).max() < tolerance, name
+        exact = 0.0 if name.endswith("expert_bias") else tolerance
+        assert abs(found["weights"][name] - value).max() <= exact, name
 
 
 CASES = {"own": torch.float64, "own in float32": torch.float32, "eager": torch.float64, "grouped_mm": torch.float32}
@@ -127,7 +132,9 @@ def test_loops_train_on_divided_experts_like_one_process(sizes: dict[str, int], 
         assert found["loaded"]["losses"] == found["saved"]["losses"][-3:]
         assert not differences(found["loaded"]["weights"], found["saved"]["weights"])
     one = script({}, "own", folder=str(tmp_path), loads=True)
-    check(one, {"losses": single["own"]["losses"][-3:], "weights": single["own"]["weights"]})
+    own = single["own"]
+    assert any(value.any() for name, value in own["weights"].items() if name.endswith("expert_bias"))
+    check(one, {"losses": own["losses"][-3:], "counts": own["counts"][-1:], "weights": own["weights"]})
 
 
 class Grouped(nn.Module):
