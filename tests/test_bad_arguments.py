@@ -198,12 +198,12 @@ def schedule_as_a_number(folder: Path) -> None:
     GradientAccumulationScheduler(4)  # type: ignore[arg-type]
 
 
-@mistake(r"MixedPrecision\(dtype='fp16'\) is not valid\. Use '16' or 'bf16'")
+@mistake(r"MixedPrecision\(dtype='fp16'\) is not valid\. Use '16-mixed' or 'bf16-mixed'")
 def unknown_mixed_precision_dtype(folder: Path) -> None:
     MixedPrecision("fp16")  # type: ignore[arg-type]
 
 
-@mistake(r"HalfPrecision\(dtype='32'\) is not valid\. Use '16' or 'bf16'")
+@mistake(r"HalfPrecision\(dtype='32'\) is not valid\. Use '16-true' or 'bf16-true'")
 def unknown_half_precision_dtype(folder: Path) -> None:
     HalfPrecision("32")  # type: ignore[arg-type]
 

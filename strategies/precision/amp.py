@@ -26,7 +26,7 @@ class MixedPrecision(Precision):
     The scaler is a `torch.amp.GradScaler`. Reading back whether it found inf is the only device sync of a window.
 
     Args:
-        dtype: "16" for float16 with a gradient scaler, "bf16" for bfloat16 without one.
+        dtype: "16" or "16-mixed" for float16 with a gradient scaler, "bf16" or "bf16-mixed" for bfloat16 without one.
         init_scale: initial scale of the gradient scaler.
         growth_factor: factor of the scale after `growth_interval` windows without inf or nan.
         backoff_factor: factor of the scale after a window with inf or nan, whose step is skipped.
@@ -36,20 +36,21 @@ class MixedPrecision(Precision):
 
     def __init__(
         self,
-        dtype: Literal["16", "bf16"],
+        dtype: Literal["16", "bf16", "16-mixed", "bf16-mixed"],
+        *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         scaler: GradScaler | None = None,
     ) -> None:
-        if dtype not in ("16", "bf16"):
-            raise ConfigurationError(f"MixedPrecision(dtype={dtype!r}) is not valid. Use '16' or 'bf16'.")
-        if scaler is not None and dtype == "bf16":
+        if dtype not in ("16", "bf16", "16-mixed", "bf16-mixed"):
+            raise ConfigurationError(f"MixedPrecision(dtype={dtype!r}) is not valid. Use '16-mixed' or 'bf16-mixed'.")
+        self.may_skip = dtype.startswith("16")
+        if scaler is not None and not self.may_skip:
             raise ConfigurationError("bf16-mixed has the range of float32 and needs no scaler. Leave scaler out.")
-        self.name = f"{dtype}-mixed"
-        self.dtype = torch.float16 if dtype == "16" else torch.bfloat16
-        self.may_skip = dtype == "16"
+        self.name = "16-mixed" if self.may_skip else "bf16-mixed"
+        self.dtype = torch.float16 if self.may_skip else torch.bfloat16
         self.scaler = scaler
         self._given_state = None if scaler is None else scaler.state_dict()
         self._scaler_arguments = {

@@ -55,13 +55,16 @@ class HalfPrecision(TruePrecision):
     """`16-true` and `bf16-true`: parameters, gradients and optimizer state in half precision, without a scaler.
 
     Args:
-        dtype: "16" for float16, "bf16" for bfloat16.
+        dtype: "16" or "16-true" for float16, "bf16" or "bf16-true" for bfloat16.
     """
 
-    def __init__(self, dtype: Literal["16", "bf16"]) -> None:
-        if dtype not in ("16", "bf16"):
-            raise ConfigurationError(f"HalfPrecision(dtype={dtype!r}) is not valid. Use '16' or 'bf16'.")
-        super().__init__(f"{dtype}-true", torch.float16 if dtype == "16" else torch.bfloat16)
+    def __init__(self, dtype: Literal["16", "bf16", "16-true", "bf16-true"] = "16-true") -> None:
+        if dtype not in ("16", "bf16", "16-true", "bf16-true"):
+            raise ConfigurationError(f"HalfPrecision(dtype={dtype!r}) is not valid. Use '16-true' or 'bf16-true'.")
+        if dtype.startswith("16"):
+            super().__init__("16-true", torch.float16)
+        else:
+            super().__init__("bf16-true", torch.bfloat16)
 
     def check(self, device: torch.device) -> None:
         if self.dtype == torch.bfloat16 and lacks_bfloat16(device):

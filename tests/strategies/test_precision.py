@@ -11,7 +11,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from leyden import ConfigurationError, Trainer, TrainModule
-from leyden.strategies import SingleDeviceStrategy
+from leyden.strategies import HalfPrecision, SingleDeviceStrategy
 from leyden.strategies.precision import ALIASES, MixedPrecision, Precision, find_precision
 
 # Name: dtype of parameters, of inputs, of the forward pass's result, of a tensor made in the step.
@@ -85,6 +85,16 @@ def test_true_precisions_do_not_convert_complex_tensors(name: str) -> None:
 def test_short_names_resolve_to_full_names(short: Any, name: str) -> None:
     assert find_precision(short).name == name
     assert Trainer(precision=short, logger=False, enable_checkpointing=False).precision == name
+
+
+@pytest.mark.parametrize("build", [MixedPrecision, HalfPrecision])
+def test_classes_take_short_names_and_full_names(build: Any) -> None:
+    kind = "mixed" if build is MixedPrecision else "true"
+    for short, dtype in (("16", torch.float16), ("bf16", torch.bfloat16)):
+        for name in (short, f"{short}-{kind}"):
+            precision = build(name)
+            assert (precision.name, precision.dtype) == (f"{short}-{kind}", dtype)
+    assert HalfPrecision().name == "16-true"
 
 
 def test_unknown_names_and_settings_are_refused() -> None:

@@ -157,7 +157,11 @@ class Options:
             precision = recipe_of(self.handlers, name) or find_precision(with_recipe(name))
         if scaler is not None and isinstance(precision, MixedPrecision) and precision.may_skip:
             precision = MixedPrecision(
-                "16", scaler.init_scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval
+                "16",
+                init_scale=scaler.init_scale,
+                growth_factor=scaler.growth_factor,
+                backoff_factor=scaler.backoff_factor,
+                growth_interval=scaler.growth_interval,
             )
             # Without a scaler, losses are not scaled and no step is skipped.
             precision.may_skip = scaler.enabled
