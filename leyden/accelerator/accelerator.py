@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +22,7 @@ from leyden.accelerator.loop.stepping import Stepping
 from leyden.accelerator.prepared.loader import PreparedLoader, skip_first_batches
 from leyden.accelerator.prepared.preparing import Preparing, unwrap
 from leyden.accelerator.prepared.scheduler import PreparedScheduler
-from leyden.accelerator.ranks import AcceleratorState, DistributedType, PartialState
+from leyden.accelerator.ranks import AcceleratorState, DistributedType, RankControl
 from leyden.accelerator.records import saving
 from leyden.accelerator.records.export import check_object, save_object, write_weights
 from leyden.accelerator.records.tracking import GeneralTracker, Trackers
@@ -38,6 +37,7 @@ from leyden.accelerator.settings.plugins import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.base import Strategy
 from leyden.strategies.precision import Precision
 from leyden.strategies.window import Window
@@ -49,14 +49,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-class Accelerator:
+class Accelerator(RankControl):
     """Device, precision, accumulation, ranks, checkpoints and trackers for a training loop that you write yourself.
 
     Five lines of a plain loop change, as `examples/own_loop.py` shows. Names and defaults are Hugging Face
     Accelerate's, except for the differences listed in `docs/from-accelerate.md`. The Trainer drives the same engine.
 
-    Each method delegates to one part: `Stepping` (windows, backward, clipping, steps), `Preparing`, `PartialState`
-    (rank and world size), `Collectives`, `Trackers`, and `saving` for checkpoints.
+    Each method delegates to one part: `Stepping` (windows, backward, clipping, steps), `Preparing`, `Collectives`,
+    `Trackers`, and `saving` for checkpoints. `RankControl` has those for ranks: `is_main_process`, `print`, ….
 
     Args:
         device_placement: move models, batches and optimizer state to `device`; False leaves that to you.
@@ -147,19 +147,18 @@ class Accelerator:
         self.options = options = Options(**{name: value for name, value in locals().items() if name != "self"})
         self.project_configuration = options.project
         self._stepping = Stepping(options)
-        self.strategy: Strategy = self._stepping.strategy
+        super().__init__(self._stepping.strategy)
         options.apply(self.strategy)
         if debugging.is_debugging():
             debugging.begin(self._stepping, options.accumulation.num_steps)
-        self._state = PartialState(strategy=self.strategy)
-        self._collectives = Collectives(self._state, self._stepping.reading, self._stepping.checker)
+        self._collectives = Collectives(self.strategy, self._alone, self._stepping.reading, self._stepping.checker)
         self._preparing = Preparing(self._stepping, options)
-        self._trackers = Trackers(log_with, self._state)
+        self._trackers = Trackers(log_with, self.strategy.ranks)
         self.registered: list[Any] = []
         self.state_hooks = saving.StateHooks()
         self.saves = saving.saves_of(self.strategy, options)
         self._end = LoopEnd(options.preemption, self._stepping, self.saves.lock)
-        hint_at_first_print(self._state)
+        hint_at_first_print(self.strategy.ranks)
 
     if not TYPE_CHECKING:
 
@@ -286,51 +285,6 @@ class Accelerator:
         return self.options.state(self.strategy)
 
     @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self._state.device
-
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks on all machines."""
-        return self._state.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """Global rank, from 0."""
-        return self._state.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """Local rank on this machine, from 0."""
-        return self._state.local_process_index
-
-    @property
-    def is_main_process(self) -> bool:
-        """True on rank 0."""
-        return self._state.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """True on the first rank of each machine."""
-        return self._state.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """True on the last rank."""
-        return self._state.is_last_process
-
-    @property
-    def use_distributed(self) -> bool:
-        """True if there are several ranks."""
-        return self._state.use_distributed
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """The kind of parallelism in use."""
-        return self._state.distributed_type
-
-    @property
     def multi_device(self) -> bool:
         """True if several ranks, each on its own device, hold the whole model."""
         return self.distributed_type.startswith("MULTI_") and self.device.type != "cpu"
@@ -343,51 +297,6 @@ class Accelerator:
     def wait_for_everyone(self) -> None:
         """Blocks until every rank has called this method."""
         self._collectives.wait_for_everyone()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Runs the block on the main rank first, so that the other ranks find what it cached."""
-        return self._state.main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Runs the block on the main rank of each machine before its other ranks."""
-        return self._state.local_main_process_first()
-
-    def on_main_process(self, function: F) -> F:
-        """Decorator that runs the function on the main rank only; it returns None on the others."""
-        return self._state.on_main_process(function)
-
-    def on_local_main_process(self, function: F) -> F:
-        """Decorator that runs the function on the main rank of each machine only."""
-        return self._state.on_local_main_process(function)
-
-    def on_last_process(self, function: F) -> F:
-        """Decorator that runs the function on the last rank only."""
-        return self._state.on_last_process(function)
-
-    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Decorator that runs the function on global rank `process_index` only."""
-        return self._state.on_process(function, process_index)
-
-    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator that runs the function on local rank `local_process_index` of each machine only."""
-        return self._state.on_local_process(function, local_process_index)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints once per machine."""
-        self._state.print(*args, **kwargs)
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Yields this rank's part of a list, tuple, tensor, dataset, or of each value of a dict of these.
-
-        Args:
-            inputs: the entries to split; the first ranks take one more each if the split is uneven.
-            apply_padding: repeat the last entry on ranks with fewer entries, so that results can be gathered.
-        """
-        return self._state.split_between_processes(inputs, apply_padding)
-
-    def refuse_alone(self, name: str) -> None:
-        """Raises ConfigurationError if a collective is called inside a function that other ranks skip."""
-        self._state.refuse_alone(name)
 
     # prepare ----------------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
@@ -600,6 +509,7 @@ class Accelerator:
             ConfigurationError: if the buffers cannot be cut, such as into 2 · cp · tp equal chunks.
 
         Example:
+            >>> import torch
             >>> accelerator, tokens = Accelerator(cpu=True), torch.zeros(1, 8)
             >>> with accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
             ...     tokens.shape  # one process: whole
@@ -775,7 +685,8 @@ class Accelerator:
         Returns:
             The folder.
         """
-        saving.check_format(safe_serialization)
+        if not safe_serialization:
+            raise ConfigurationError("save_state(safe_serialization=False) would write a pickle. Leave it out.")
         self._collectives.announce("save_state")
         return str(saving.save_in_time(self, self._stepping, output_dir, asynchronous))
 
@@ -1016,7 +927,7 @@ class Accelerator:
 
     def follow_with(self, log_with: Any) -> None:
         """Replaces the trackers; `init_trackers` starts them."""
-        self._trackers = Trackers(log_with, self._state)
+        self._trackers = Trackers(log_with, self.strategy.ranks)
 
     def teardown(self) -> None:
         """Closes the window and tears down the strategy. The ranks stay in their process group."""

@@ -47,38 +47,43 @@ class DistributedType(str, Enum):
     XLA = "XLA"
 
 
-class PartialState:
-    """This process's rank and device, and code that runs on some ranks only or on some first; no precision, no model.
+class Alone:
+    """Knows the function that only some ranks are running now; a collective inside it would hang."""
 
-    An Accelerator has one. A script that only distributes work creates its own.
+    def __init__(self) -> None:
+        self._running = ""
 
-    Args:
-        cpu: run on the CPU even if a GPU is available.
-        strategy: the strategy that has the ranks; by default one on the launched ranks.
+    def only(self, function: F, is_chosen: bool, name: str) -> F:
+        """Wraps a function so that only chosen ranks run it. `name` is that of the decorator, for errors."""
+        label = f"{getattr(function, '__name__', 'a function')} under @{name}"
 
-    Example:
-        >>> PartialState(cpu=True).num_processes
-        1
-    """
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not is_chosen:
+                return None
+            before, self._running = self._running, label
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._running = before
 
-    def __init__(self, cpu: bool = False, *, strategy: Strategy | None = None) -> None:
-        self.strategy = joined_strategy("cpu" if cpu else "auto") if strategy is None else strategy
-        self._running_alone = ""
-        """The function that only some ranks are running now; a collective inside it would hang."""
+        return run  # type: ignore[return-value]
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.distributed_type.value}, rank {self.process_index} of {self.num_processes}, "
-            f"local {self.local_process_index}, {self.device})"
-        )
+    def refuse(self, name: str) -> None:
+        """Raises ConfigurationError if a collective is called inside such a function."""
+        if self._running:
+            raise ConfigurationError(
+                f"{name} was called in {self._running}, which other ranks skip, but every rank must call it. "
+                "Call it outside, and use its result inside."
+            )
 
-    def __reduce__(self) -> Any:
-        """Pickles as a state of the process that unpickles: a loader's worker has the rank of its parent."""
-        return _here, (self.device.type, vars(self).get("mixed_precision"))
 
-    def destroy_process_group(self) -> None:
-        """Leaves the strategy. The process group itself stays until the process ends."""
-        self.strategy.teardown()
+class RankControl:
+    """The rank and device of this process, and code that runs on some ranks only or on some first."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self._alone = Alone()
 
     @property
     def device(self) -> torch.device:
@@ -102,14 +107,17 @@ class PartialState:
 
     @property
     def is_main_process(self) -> bool:
+        """True on rank 0."""
         return self.strategy.ranks.global_rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
+        """True on the first rank of each machine."""
         return self.strategy.ranks.local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
+        """True on the last rank."""
         return self.strategy.ranks.global_rank == self.strategy.ranks.world_size - 1
 
     @property
@@ -129,6 +137,112 @@ class PartialState:
         if self.num_processes == 1:
             return DistributedType.NO
         return DistributedType.__members__.get(f"MULTI_{self.device.type.upper()}", DistributedType.MULTI_GPU)
+
+    # waiting ----------------------------------------------------------------------------------------------------------
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Runs the block on the main rank first, so that the other ranks find what it cached."""
+        return self._first(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Runs the block on the main rank of each machine before its other ranks."""
+        return self._first(self.is_local_main_process)
+
+    @contextmanager
+    def _first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
+            self.strategy.ranks.barrier()
+        try:
+            yield
+        finally:
+            # After an error too, or the other ranks would wait forever.
+            if is_first:
+                self.strategy.ranks.barrier()
+
+    def refuse_alone(self, name: str) -> None:
+        """Raises ConfigurationError if a collective is called inside a function that other ranks skip."""
+        if self.num_processes > 1:
+            self._alone.refuse(name)
+
+    # functions that run on some ranks only ----------------------------------------------------------------------------
+    def on_main_process(self, function: F) -> F:
+        """Decorator that runs the function on the main rank only; it returns None on the others."""
+        return self._alone.only(function, self.is_main_process, "on_main_process")
+
+    def on_local_main_process(self, function: F) -> F:
+        """Decorator that runs the function on the main rank of each machine only."""
+        return self._alone.only(function, self.is_local_main_process, "on_local_main_process")
+
+    def on_last_process(self, function: F) -> F:
+        """Decorator that runs the function on the last rank only."""
+        return self._alone.only(function, self.is_last_process, "on_last_process")
+
+    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
+        """Decorator that runs the function on global rank `process_index` only."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        self._check_index("on_process", "process_index", process_index, self.num_processes)
+        return self._alone.only(function, self.process_index == process_index, "on_process")
+
+    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
+        """Decorator that runs the function on local rank `local_process_index` of each machine only."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        self._check_index("on_local_process", "local_process_index", local_process_index, self.num_processes)
+        return self._alone.only(function, self.local_process_index == local_process_index, "on_local_process")
+
+    @staticmethod
+    def _check_index(method: str, name: str, index: int | None, size: int) -> None:
+        if index is None or not 0 <= index < size:
+            raise ConfigurationError(f"{method}({name}={index!r}): use a rank from 0 to {size - 1}.")
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints once per machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yields this rank's part of a list, tuple, tensor, dataset, or of each value of a dict of these.
+
+        The ranks of a tp group run their model together and get the same part.
+
+        Args:
+            inputs: the entries to split; the first ranks take one more each if the split is uneven.
+            apply_padding: repeat the last entry on ranks with fewer entries, so that results can be gathered.
+        """
+        yield split(inputs, self.strategy.data_rank, self.strategy.data_size, apply_padding)
+
+
+class PartialState(RankControl):
+    """This process's rank and device, and code that runs on some ranks only or on some first; no precision, no model.
+
+    For a script that only distributes work; an Accelerator has the same methods.
+
+    Args:
+        cpu: run on the CPU even if a GPU is available.
+        strategy: the strategy that has the ranks; by default one on the launched ranks.
+
+    Example:
+        >>> PartialState(cpu=True).num_processes
+        1
+    """
+
+    def __init__(self, cpu: bool = False, *, strategy: Strategy | None = None) -> None:
+        super().__init__(joined_strategy("cpu" if cpu else "auto") if strategy is None else strategy)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.distributed_type.value}, rank {self.process_index} of {self.num_processes}, "
+            f"local {self.local_process_index}, {self.device})"
+        )
+
+    def __reduce__(self) -> Any:
+        """Pickles as a state of the process that unpickles: a loader's worker has the rank of its parent."""
+        return _here, (self.device.type, vars(self).get("mixed_precision"))
+
+    def destroy_process_group(self) -> None:
+        """Leaves the strategy. The process group itself stays until the process ends."""
+        self.strategy.teardown()
 
     @property
     def default_device(self) -> torch.device:
@@ -156,102 +270,10 @@ class PartialState:
     def _reset_state(*args: Any, **kwargs: Any) -> None:
         """Does nothing: no state is shared. Scripts and tests written for Accelerate call it between two runs."""
 
-    # waiting ----------------------------------------------------------------------------------------------------------
     def wait_for_everyone(self) -> None:
         """Blocks until every rank has called this method."""
         self.refuse_alone("wait_for_everyone")
         self.strategy.ranks.barrier()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Runs the block on the main rank first, so that the other ranks find what it cached."""
-        return self._first(self.is_main_process)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Runs the block on the main rank of each machine before its other ranks."""
-        return self._first(self.is_local_main_process)
-
-    @contextmanager
-    def _first(self, is_first: bool) -> Iterator[None]:
-        if not is_first:
-            self.strategy.ranks.barrier()
-        try:
-            yield
-        finally:
-            # After an error too, or the other ranks would wait forever.
-            if is_first:
-                self.strategy.ranks.barrier()
-
-    def refuse_alone(self, name: str) -> None:
-        """Raises ConfigurationError if a collective is called inside a function that other ranks skip."""
-        if self._running_alone and self.num_processes > 1:
-            raise ConfigurationError(
-                f"{name} was called in {self._running_alone}, which other ranks skip, but every rank must call it. "
-                "Call it outside, and use its result inside."
-            )
-
-    # functions that run on some ranks only ----------------------------------------------------------------------------
-    def on_main_process(self, function: F) -> F:
-        """Decorator that runs the function on the main rank only; it returns None on the others."""
-        return self._only(function, lambda: self.is_main_process, "on_main_process")
-
-    def on_local_main_process(self, function: F) -> F:
-        """Decorator that runs the function on the main rank of each machine only."""
-        return self._only(function, lambda: self.is_local_main_process, "on_local_main_process")
-
-    def on_last_process(self, function: F) -> F:
-        """Decorator that runs the function on the last rank only."""
-        return self._only(function, lambda: self.is_last_process, "on_last_process")
-
-    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Decorator that runs the function on global rank `process_index` only."""
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
-        self._check_index("on_process", "process_index", process_index, self.num_processes)
-        return self._only(function, lambda: self.process_index == process_index, "on_process")
-
-    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator that runs the function on local rank `local_process_index` of each machine only."""
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        self._check_index("on_local_process", "local_process_index", local_process_index, self.num_processes)
-        return self._only(function, lambda: self.local_process_index == local_process_index, "on_local_process")
-
-    @staticmethod
-    def _check_index(method: str, name: str, index: int | None, size: int) -> None:
-        if index is None or not 0 <= index < size:
-            raise ConfigurationError(f"{method}({name}={index!r}): use a rank from 0 to {size - 1}.")
-
-    def _only(self, function: F, is_chosen: Callable[[], bool], name: str) -> F:
-        label = f"{getattr(function, '__name__', 'a function')} under @{name}"
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not is_chosen():
-                return None
-            before, self._running_alone = self._running_alone, label
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._running_alone = before
-
-        return run  # type: ignore[return-value]
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints once per machine."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yields this rank's part of a list, tuple, tensor, dataset, or of each value of a dict of these.
-
-        The ranks of a tp group run their model together and get the same part.
-
-        Args:
-            inputs: the entries to split; the first ranks take one more each if the split is uneven.
-            apply_padding: repeat the last entry on ranks with fewer entries, so that results can be gathered.
-        """
-        yield split(inputs, self.strategy.data_rank, self.strategy.data_size, apply_padding)
 
 
 class AcceleratorState(PartialState):
@@ -381,10 +403,8 @@ def is_true(variable: str) -> bool:
 def chosen_devices(cpu: bool, alone: bool) -> tuple[str, Any]:
     """Returns the `accelerator` and `devices` that a script or Accelerate's environment variables choose.
 
-    Args:
-        cpu: the script's own choice of the CPU.
-        alone: True for a single process, which takes one device. Launched ranks take one each, whatever the index in
-            ACCELERATE_TORCH_DEVICE.
+    A process that is `alone` takes one device. Launched ranks take one each, whatever the index in
+    ACCELERATE_TORCH_DEVICE.
     """
     if cpu or is_true("ACCELERATE_USE_CPU"):
         return "cpu", 1 if alone else "auto"

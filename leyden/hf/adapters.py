@@ -14,11 +14,7 @@ from leyden.strategies.base import Strategy
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """Returns a configuration of peft as plain values, which a checkpoint can hold.
-
-    Raises:
-        ConfigurationError: if it is no configuration.
-    """
+    """Returns a configuration of peft as plain values, which a checkpoint can hold."""
     values = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(values, Mapping) or "peft_type" not in values:
         raise ConfigurationError(
@@ -48,10 +44,7 @@ def check_base(model: nn.Module) -> None:
 def with_adapters(model: Any, config: Mapping[str, Any], is_read: bool) -> Any:
     """Returns a model with adapters, of which only these train.
 
-    Args:
-        model: a model of transformers.
-        config: the configuration of peft, as plain values.
-        is_read: False if the model's weights are read later, as under a sharding strategy.
+    `is_read` is False if the model's weights are read later, as under a sharding strategy.
 
     Raises:
         ConfigurationError: if the model has adapters already; if the adapters are computed from weights that are not
@@ -99,12 +92,7 @@ def check_prompt(model: Any, strategy: Strategy) -> None:
 
 
 def whole_copy(model: Any, weights: Mapping[str, Tensor]) -> Any:
-    """Returns a copy of a model with adapters on the CPU, whose weights are whole.
-
-    Args:
-        model: the model, whose own weights may be sharded.
-        weights: its whole weights, by name.
-    """
+    """Returns a copy of a model with adapters on the CPU, with its whole weights: the model's own may be shards."""
     from peft import get_peft_model
 
     base, active = model.get_base_model(), model.active_adapter
@@ -135,13 +123,9 @@ def _tie_alike(copy: nn.Module, model: nn.Module) -> None:
 
 
 def merged_model(model: Any, weights: Mapping[str, Tensor]) -> Any:
-    """Returns a new model on the CPU, with the adapters merged into its weights.
+    """Returns a new model on the CPU, with the adapters merged into its whole weights.
 
     A copy, because taking adapters out of weights again would not restore their bits.
-
-    Args:
-        model: the model with adapters, whose own weights may be sharded.
-        weights: its whole weights, by name.
 
     Raises:
         ConfigurationError: if these adapters cannot be merged, such as prompts.

@@ -107,16 +107,8 @@ CONVERTED = frozenset(
         *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
         *("ddp_backend", "full_determinism", "output_dir", "logging_steps", "disable_tqdm", "report_to", "run_name"),
         *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node"),
-        *(
-            "metric_for_best_model",
-            "greater_is_better",
-            "learning_rate",
-            "optim",
-            "adam_beta1",
-            "adam_beta2",
-            "adam_epsilon",
-            "weight_decay",
-        ),
+        *("metric_for_best_model", "greater_is_better", "learning_rate", "weight_decay"),
+        *("optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "label_smoothing_factor", "seed"),
         *("per_device_train_batch_size", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory"),
         *("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
@@ -143,10 +135,9 @@ def _limits(args: Any) -> dict[str, Any]:
 
 def _validation(args: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"num_sanity_val_steps": 0, "validate_at_start": args.eval_on_start}
-    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-    if strategy == "no":
+    if args.eval_strategy == "no":
         return found | {"limit_val_batches": 0, "validate_at_start": False}
-    if strategy == "steps":
+    if args.eval_strategy == "steps":
         # Trainer counts batches here, and transformers optimizer steps.
         steps = _steps(args, args.eval_steps or args.logging_steps)
         found |= {"val_check_interval": steps * args.gradient_accumulation_steps, "check_val_every_n_epoch": None}
@@ -210,16 +201,15 @@ def _reports(args: Any) -> dict[str, Any]:
 def _checkpoints(args: Any) -> list[Any]:
     from leyden.callbacks import ModelCheckpoint
 
-    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
-    if strategy == "no":
+    if args.save_strategy == "no":
         return []
     arguments: dict[str, Any] = {
         "save_weights_only": args.save_only_model,
         "save_on_each_node": args.save_on_each_node,
     }
-    if strategy == "steps":
+    if args.save_strategy == "steps":
         arguments["every_n_train_steps"] = _steps(args, args.save_steps)
-    if strategy == "best" or args.load_best_model_at_end:
+    if args.save_strategy == "best" or args.load_best_model_at_end:
         metric = (args.metric_for_best_model or "loss").removeprefix("eval_")
         higher = args.greater_is_better if args.greater_is_better is not None else not metric.endswith("loss")
         arguments |= {"monitor": f"val_{metric}", "mode": "max" if higher else "min"}

@@ -27,11 +27,7 @@ _NO_PROMPT = frozenset({"position_ids", "shift_labels"})
 
 
 def generate_arguments(generation: Any) -> dict[str, Any] | None:
-    """Returns the arguments of `generate` that `HFModule(generation=)` stands for; None if it is off.
-
-    Raises:
-        ConfigurationError: if it is of another type.
-    """
+    """Returns the arguments of `generate` that `HFModule(generation=)` stands for; None if it is off."""
     from transformers import GenerationConfig
 
     if generation is None or isinstance(generation, bool):
@@ -97,11 +93,7 @@ class Generator:
     def generate(self, model: Any, batch: Mapping[str, Any], strategy: Strategy | None) -> Tensor:
         """Returns the generated tokens, (B, T), without the prompt of a causal model. After a row's end they are -100.
 
-        Args:
-            model: the model.
-            batch: the model's inputs, with labels or without.
-            strategy: the run's strategy; None outside of a run. Ranks that hold parts of one model go on until the last
-                of them has finished.
+        Ranks that hold parts of one model go on until the last of them has finished.
         """
         inputs, start = self._inputs(batch)
         shares_weights = strategy is not None and not strategy.replicates and strategy.ranks.world_size > 1
@@ -179,11 +171,7 @@ class Generator:
 
 
 class SampleTable:
-    """The first samples of one validation loader: prompt, generated text and label.
-
-    Args:
-        count: the number of rows of the table.
-    """
+    """A table of the first samples of one validation loader: prompt, generated text and label; `count` rows."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -192,13 +180,7 @@ class SampleTable:
         """The number of rows that this rank may still contribute."""
 
     def add(self, prompts: Iterable[list[int]], generated: Tensor, labels: Any) -> None:
-        """Keeps the tokens of a batch's first rows.
-
-        Args:
-            prompts: the tokens of the prompts.
-            generated: generated tokens, (B, T).
-            labels: the labels, (B, T); None without.
-        """
+        """Keeps the tokens of a batch's first rows: of prompts, of generated text, (B, T), and of labels, (B, T)."""
         answers = generated[: self.missing].tolist()
         wanted = labels[: self.missing].tolist() if isinstance(labels, Tensor) else [[]] * len(answers)
         self._batches.append(list(zip(prompts, answers, wanted, strict=False)))
@@ -207,9 +189,7 @@ class SampleTable:
     def rows(self, strategy: Strategy, processing_class: Any) -> list[list[str]] | None:
         """Returns the first rows of all ranks as text, on rank 0, and None on other ranks. All ranks call it.
 
-        Args:
-            strategy: the run's strategy.
-            processing_class: the tokenizer or processor that decodes; without one, the tokens are numbers.
+        Without a tokenizer or processor that decodes, the text is the numbers of the tokens.
         """
         gathered = Readers(strategy).gather_object(self._batches)
         if gathered is None:

@@ -174,11 +174,7 @@ class ChunkedHead(nn.Linear):
 
     @staticmethod
     def put_into(model: Any) -> None:
-        """Makes a model's head one.
-
-        Raises:
-            ConfigurationError: if the model has no such head, or torch no such loss.
-        """
+        """Makes a model's head one. Refuses a model without such a head, and a torch without such a loss."""
         if not hasattr(F, "linear_cross_entropy"):
             raise ConfigurationError(
                 f"chunked_loss needs torch.nn.functional.linear_cross_entropy of torch 2.13, and this is torch "
@@ -226,12 +222,7 @@ class ChunkedHead(nn.Linear):
     def loss_of(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """Returns the sum of the losses over a batch's labels, and the model's outputs, which have no logits.
 
-        Args:
-            model: the model's forward pass.
-            inputs: its inputs, with `labels`, and maybe `shift_labels`, which then count instead.
-
-        Raises:
-            ConfigurationError: in the first batch, if the model changes the logits.
+        If the inputs have `shift_labels`, these count instead. The first batch shows whether the model changes logits.
         """
         inputs = dict(inputs)
         labels, shifted = inputs.pop("labels"), inputs.pop("shift_labels", None)
@@ -331,11 +322,7 @@ def _rows(embeddings: Any) -> int | None:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """Returns the loss in a model's outputs: a mapping with `loss`, or a tuple that begins with it.
-
-    Raises:
-        ConfigurationError: if there is none.
-    """
+    """Returns the loss in a model's outputs: a mapping with `loss`, or a tuple that begins with it."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
     if not isinstance(loss, Tensor):
         raise ConfigurationError(

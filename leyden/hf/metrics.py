@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 class Predictions:
     """The predictions and labels of one validation loader on this rank, on the host.
 
-    Args:
-        preprocess: a function of a batch's logits and labels whose result is kept instead of the logits.
-        label_names: the names of the labels in a batch.
+    What `preprocess` makes of a batch's logits and labels is kept instead of the logits.
     """
 
     def __init__(self, preprocess: Callable[[Any, Any], Any] | None, label_names: Sequence[str]) -> None:

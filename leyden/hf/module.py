@@ -588,12 +588,10 @@ class HFModule(TrainModule):
         self._keep(outputs, batch, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        self._log_metrics("val", len(self.trainer.num_val_batches))
-        self._log_samples("val", len(self.trainer.num_val_batches))
+        self._log_evaluation("val", len(self.trainer.num_val_batches))
 
     def on_test_epoch_end(self) -> None:
-        self._log_metrics("test", len(self.trainer.num_test_batches))
-        self._log_samples("test", len(self.trainer.num_test_batches))
+        self._log_evaluation("test", len(self.trainer.num_test_batches))
 
     def _begin_evaluation(self) -> None:
         self._predictions.clear()
@@ -615,28 +613,21 @@ class HFModule(TrainModule):
             prompts = self._generator.prompts(batch, samples.missing)
             samples.add(prompts, outputs["generated"], batch.get("labels"))
 
-    def _log_metrics(self, stage: str, loaders: int) -> None:
-        """Logs the metrics of each loader. A rank without a sample takes part in the exchange too."""
-        if self.compute_metrics is None:
-            return
-        for loader in range(loaders):
-            metrics = self._predictions_of(loader).compute(self.compute_metrics, self.trainer.strategy)
-            for name, value in metrics.items():
-                suffix = f"/dataloader_idx_{loader}" if loaders > 1 else ""
-                self.log(f"{stage}_{name.removeprefix('eval_')}{suffix}", value, sync_dist=False)
-        self._predictions.clear()
-
-    def _log_samples(self, stage: str, loaders: int) -> None:
-        """Sends the table of samples of each loader to the loggers that take tables. All ranks call it."""
+    def _log_evaluation(self, stage: str, loaders: int) -> None:
+        """Logs metrics and samples of each loader. A rank without a sample takes part in the exchange too."""
         trainer = self.trainer
-        if self._generator is None or not self.generation_samples or trainer.sanity_checking:
-            return
+        shows_samples = self._generator is not None and self.generation_samples and not trainer.sanity_checking
         for loader in range(loaders):
-            rows = self._samples_of(loader).rows(trainer.strategy, self.processing_class)
             suffix = f"/dataloader_idx_{loader}" if loaders > 1 else ""
+            if self.compute_metrics is not None:
+                metrics = self._predictions_of(loader).compute(self.compute_metrics, trainer.strategy)
+                for name, value in metrics.items():
+                    self.log(f"{stage}_{name.removeprefix('eval_')}{suffix}", value, sync_dist=False)
+            rows = self._samples_of(loader).rows(trainer.strategy, self.processing_class) if shows_samples else None
             for logger in trainer.loggers if rows else ():
                 if hasattr(logger, "log_table"):
                     logger.log_table(f"{stage}_samples{suffix}", list(COLUMNS), rows, step=trainer.global_step)
+        self._predictions.clear()
         self._samples.clear()
 
     # saving -----------------------------------------------------------------------------------------------------------

@@ -26,11 +26,7 @@ class _Blocks(IterableDataset[Any]):
     The order is a function of (seed, epoch, block). The state is therefore the other stream's state at the start of the
     block, and how much of the block has been drawn; a resume reads that block again, and nothing before it.
 
-    Args:
-        dataset: the stream.
-        buffer_size: the number of samples in a block.
-        seed: chooses the order.
-        **settings: further arguments that a resume needs unchanged.
+    A block has `buffer_size` samples. A resume needs `settings`, too, unchanged.
     """
 
     def __init__(self, dataset: Iterable[Any], buffer_size: int, seed: int, **settings: int) -> None:

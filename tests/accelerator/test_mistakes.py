@@ -36,6 +36,7 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
         ({"deepspeed_plugin": object()}, "pass a DeepSpeedPlugin"),
         ({"parallelism_config": object()}, "Pass a ParallelismConfig"),
         ({"megatron_lm_plugin": object()}, "Pass a MegatronLMPlugin"),
+        ({"fsdp_plugin": {"min_num_params": 1000}}, "Pass a FullyShardedDataParallelPlugin"),
         ({"megatron_lm_plugin": MegatronLMPlugin(), "strategy": "ddp"}, "Pass one of them"),
         ({"megatron_lm_plugin": MegatronLMPlugin(), "parallelism_config": ParallelismConfig()}, "Pass one of them"),
         ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'"),

@@ -295,6 +295,10 @@ def test_save_chooses_the_format_by_extension(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "a.safetensors")["part"], state["part"])
     accelerator.save({**state, "step": 3}, tmp_path / "a.bin")
     assert torch.load(tmp_path / "a.bin", weights_only=True)["step"] == 3
+    accelerator.save(torch.ones(2), tmp_path / "tensor.pt")
+    assert torch.equal(torch.load(tmp_path / "tensor.pt", weights_only=True), torch.ones(2))
+    accelerator.save([torch.ones(2), "a"], tmp_path / "list.pt")
+    assert torch.load(tmp_path / "list.pt", weights_only=True)[1] == "a"
     with pytest.raises(ConfigurationError, match=r"obj\['f'\] is a builtin_function"):
         accelerator.save({"f": print}, tmp_path / "b.bin")
     with pytest.raises(ConfigurationError, match="state_dict"):

@@ -13,12 +13,7 @@ from leyden.strategies.ranks import Ranks
 class LoopBeat:
     """Records the loop's progress for the watchdog: each batch of a prepared loader, and each backward.
 
-    Without a limit there is no watchdog, and nothing reads these records.
-
-    Args:
-        ranks: the Accelerator's ranks.
-        limit: seconds allowed per batch, "auto", or "deadlocks"; None for no watchdog (see `watched`).
-        folder: folder for the watchdog's report.
+    `limit` is that of `watched`, which writes its report to `folder`; None for no watchdog.
     """
 
     def __init__(self, ranks: Ranks, limit: float | str | None, folder: str) -> None:
@@ -47,13 +42,7 @@ class LoopBeat:
         self._words = self._heartbeat.words
 
     def begin_pass(self, epoch: int, batch: int, steps: int) -> None:
-        """Records the start of a pass over a loader.
-
-        Args:
-            epoch: number of the pass.
-            batch: batches of the pass that are already done.
-            steps: optimizer steps of the loop so far.
-        """
+        """Records the start of a pass over a loader: its number, the batches of it that are done, and all steps."""
         self._heartbeat.begin_epoch(epoch, batch, self._words[BATCHES], steps)
 
     def batch(self, steps: int) -> None:

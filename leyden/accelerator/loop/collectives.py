@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from leyden.accelerator.ranks import PartialState
+from leyden.accelerator.ranks import Alone
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.tree import leaves, map_tensors
 from leyden.data.rng import rng_state, set_rng_state
@@ -37,20 +37,17 @@ class Collectives:
     `gather`, `reduce` and scalars take all parts. What is gathered by sample is taken from one rank, and floating-point
     numbers, one per sample, are averaged over the parts.
 
-    Args:
-        state: this rank's state.
-        reading: the prepared loaders being iterated, the innermost last; `gather_for_metrics` reads their sample
-            counts.
-        checker: compares operands across ranks before each collective, in debug mode.
+    `reading` has the prepared loaders being iterated, the innermost last, whose sample counts `gather_for_metrics`
+    reads. In debug mode, `checker` compares operands across ranks before each collective.
     """
 
     def __init__(
-        self, state: PartialState, reading: Sequence[PreparedLoader] = (), checker: Checker | None = None
+        self, strategy: Strategy, alone: Alone, reading: Sequence[PreparedLoader] = (), checker: Checker | None = None
     ) -> None:
-        self.state = state
-        self._strategy = state.strategy
-        self._readers = Readers(state.strategy)
-        self._parts = Readers(state.strategy, state.strategy.part_ranks)
+        self._strategy = strategy
+        self._alone = alone
+        self._readers = Readers(strategy)
+        self._parts = Readers(strategy, strategy.part_ranks)
         self._reading = reading
         self._checker = checker
         self._trigger = False
@@ -58,13 +55,10 @@ class Collectives:
     def announce(self, name: str, operands: Any = None, alike: bool = True) -> None:
         """Refuses a collective that only some ranks call; in debug mode, compares the ranks' operands.
 
-        Args:
-            name: name of the collective.
-            operands: the tensors of this rank.
-            alike: require equal shapes and dtypes on every rank; False compares only the collectives' names.
+        Without `alike`, shapes and dtypes may differ, and only the names of the collectives are compared.
         """
         if self._strategy.ranks.world_size > 1:
-            self.state.refuse_alone(name)
+            self._alone.refuse(name)
             if self._checker is not None:
                 self._checker.compare(name, operands, alike)
 

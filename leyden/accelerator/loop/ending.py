@@ -26,11 +26,6 @@ class LoopEnd:
     With several ranks, each call of `is_preempted` reads the flags that all ranks sent in the previous call, which have
     arrived by now, and sends this rank's own. So no rank waits, and all ranks learn of a preemption in the same call,
     one call after the signal.
-
-    Args:
-        preemption: the user's `Preemption`; None catches no signals.
-        stepping: the loop's engine, whose strategy has joined its process group.
-        lock: the loop's exclusive lock on its folder; None without one.
     """
 
     def __init__(self, preemption: Preemption | None, stepping: Stepping, lock: RunLock | None) -> None:
@@ -74,14 +69,7 @@ class LoopEnd:
             self._signals.agree(wait_for_flags())
 
     def begin_leaving(self, finish_saving: Callable[[], None]) -> None:
-        """Runs the deferred save and waits for the one in flight.
-
-        Args:
-            finish_saving: waits for an asynchronous save.
-
-        Raises:
-            ConfigurationError: if `is_preempted` has not returned True.
-        """
+        """Runs the deferred save, and waits for the one in flight; refused unless `is_preempted` has returned True."""
         if not self._was_reported:
             raise ConfigurationError(
                 "leave() ends a preempted loop, and check_preemption() has not returned True. Call check_preemption() "
@@ -94,11 +82,7 @@ class LoopEnd:
         self._signals.exception()
 
     def leave(self) -> NoReturn:
-        """Ends the process of a preempted loop, after `begin_leaving`.
-
-        Raises:
-            SystemExit: with the exit code of the preemption.
-        """
+        """Ends the process of a preempted loop, after `begin_leaving`, by a SystemExit."""
         inform(f"\npreempted by {self._signals.name} at {self._where()}")
         # Before the departure, since the requeued job may start immediately and needs the folder.
         self._release()

@@ -17,9 +17,6 @@ class GradientState:
 
     It holds no state of its own, and each Accelerator has its own view.
 
-    Args:
-        stepping: the loop's engine, which has the window.
-
     Raises:
         ConfigurationError: without an Accelerator; Accelerate keeps one state per process, Leyden does not.
 
@@ -78,8 +75,7 @@ class GradientState:
     @property
     def end_of_dataloader(self) -> bool:
         """True in the loader's last batch."""
-        active = self.active_dataloader
-        return active is not None and active.end_of_dataloader
+        return self._stepping.is_last_batch
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:

@@ -15,7 +15,7 @@ from leyden.trainer.engine.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
     from leyden.accelerator.loop.stepping import Stepping
-    from leyden.accelerator.ranks import PartialState
+    from leyden.strategies.ranks import Ranks
 
 ADVICE = (
     "backward was called twice, but no optimizer was prepared. Write optimizer = accelerator.prepare(optimizer), so "
@@ -25,12 +25,7 @@ ADVICE = (
 
 
 class Mistakes:
-    """Checks a custom training loop for common mistakes.
-
-    Args:
-        stepping: the loop's engine, which has the models and optimizers.
-        places: True if batches are moved to the device, so models must stay there.
-    """
+    """Checks a custom training loop for common mistakes; `places` if batches are moved to the device."""
 
     def __init__(self, stepping: Stepping, places: bool) -> None:
         self._stepping = stepping
@@ -86,7 +81,7 @@ class Mistakes:
 
     def _check_unprepared_optimizer(self) -> None:
         """Checks a loop without a prepared optimizer, which may step its own under `if accelerator.sync_gradients`."""
-        stepping, text = self._stepping, ADVICE
+        stepping = self._stepping
         accumulates = stepping.accumulation.num_steps > 1
         if self._backwards < 2 and not accumulates:
             return
@@ -95,8 +90,8 @@ class Mistakes:
             self._check_first_window()
         elif self._backwards == 2:
             if stepping.precision.may_skip or accumulates:
-                raise ConfigurationError(text)
-            warn(text)
+                raise ConfigurationError(ADVICE)
+            warn(ADVICE)
 
     def _check_first_window(self) -> None:
         """Checks that the first window leaves weights and gradients unchanged until it closes."""
@@ -147,9 +142,9 @@ class Mistakes:
         warn(text)
 
 
-def hint_at_first_print(state: PartialState) -> None:
+def hint_at_first_print(ranks: Ranks) -> None:
     """Adds a hint to the first `print` of the second rank of each machine, then restores `print`."""
-    if state.num_processes == 1 or state.local_process_index != 1:
+    if ranks.world_size == 1 or ranks.local_rank != 1:
         return
     plain = builtins.print
 

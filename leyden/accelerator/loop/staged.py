@@ -47,10 +47,6 @@ class StagedModel(nn.Module):
 
     In training, a call runs the whole schedule, forward and backward, and returns a `StepLoss`. In evaluation, and
     under `torch.no_grad()`, it runs forward and returns the model's output on every rank.
-
-    Args:
-        module: the model, with only this rank's stages.
-        stepping: the loop's engine, which runs its steps.
     """
 
     wraps_module = True
@@ -84,11 +80,7 @@ def call_with_batch(module: nn.Module, batch: Any) -> Any:
 
 
 class StagedSteps:
-    """Runs the steps of a pipeline-parallel model.
-
-    Args:
-        stepping: the loop's engine, which has the window.
-    """
+    """Runs the steps of a pipeline-parallel model."""
 
     def __init__(self, stepping: Stepping) -> None:
         self._stepping, self._strategy = stepping, stepping.strategy
@@ -98,16 +90,10 @@ class StagedSteps:
         """True while a step runs: calls of `StagedModel` then go directly to the model."""
 
     def train(self, module: nn.Module, batch: Any, step: Step) -> Tensor:
-        """Runs forward and backward of a batch, as part of the accumulation window.
-
-        Args:
-            module: the model.
-            batch: the batch; it is split into micro-batches, and `step` runs once for each.
-            step: function of (model, batch) that returns the loss, an output with a `loss`, or a dict with `loss` and
-                `num_items`.
+        """Runs forward and backward of a batch, as part of the window; see `Accelerator.pipeline_step`.
 
         Returns:
-            The loss of the whole batch, on every rank; a sum with `num_items`.
+            The loss of the whole batch, on every rank; a sum if the step returns `num_items`.
         """
         step_fn = self._strategy.setup_step(partial(self._run, _to_loss(step), module), module)
         outputs = self._strategy.forward_backward(step_fn, batch, (), self._stepping.window, _NoHooks())
@@ -126,11 +112,7 @@ class StagedSteps:
         return self._strategy.outputs.share_tensors(outputs)
 
     def check_backward(self, loss: Any) -> None:
-        """Accepts the loss that the last step returned, whose backward has already run.
-
-        Raises:
-            ConfigurationError: for any other loss.
-        """
+        """Accepts the loss that the last step returned, whose backward has already run, and refuses any other."""
         if loss is not self._loss or loss is None:
             raise ConfigurationError(
                 "backward got a different loss than the last step's, but a pipeline has already run backward of its "
@@ -168,6 +150,3 @@ def _to_loss(step: Step) -> Step:
         return found if num_items is None else {"loss": found, "num_items": num_items}
 
     return run
-
-
-__all__ = ["StagedModel", "StagedSteps", "StepLoss", "call_with_batch"]

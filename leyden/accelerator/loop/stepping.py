@@ -33,9 +33,6 @@ class Stepping(Engine):
     `accumulate` opens a batch of a window, `backward` adds to its gradients, and the prepared optimizers step in the
     batch that closes it. Prepared loaders report when a pass starts, when a batch has ended, and when the pass ends.
 
-    Args:
-        options: the Accelerator's arguments.
-
     Attributes:
         accumulation: the accumulation settings.
         prepared_models: the models that `prepare` returned.
@@ -352,13 +349,9 @@ class Stepping(Engine):
     # unscaled gradients -----------------------------------------------------------------------------------------------
     def clip_norm(self, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
         """Clips gradients to a total norm and returns the norm before clipping; inside a window it only measures."""
-        chosen = self._clippable(parameters)
-        if not self.window.closes:
-            norm = self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type)
-            return torch.zeros(()) if norm is None else norm
-        norm = self.strategy.clip_parameters(chosen, max_norm, "norm", norm_type)
-        assert norm is not None
-        return norm
+        chosen, limit = self._clippable(parameters), max_norm if self.window.closes else float("inf")
+        norm = self.strategy.clip_parameters(chosen, limit, "norm", norm_type)
+        return torch.zeros(()) if norm is None else norm
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """Clips each gradient element to ± `clip_value`; no-op inside a window."""

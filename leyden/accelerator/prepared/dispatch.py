@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.core.tree import batch_size_of, map_tensors
 from leyden.data.limits import length_of
-from leyden.data.sharding import block
+from leyden.data.sharding import block, has_state
 from leyden.strategies.base import Strategy
 
 END = None
@@ -23,11 +23,8 @@ END = None
 class Filled:
     """Marks a sample, and later its batch, as part of a global batch that was filled with duplicates.
 
-    The mark travels with the batch, since only the worker process that reads the stream knows where it ends.
-
-    Args:
-        item: the sample or batch.
-        last: number of samples in the global batch that are not duplicates.
+    `last` of the samples in the global batch are not duplicates. The mark travels with the batch, since only the worker
+    process that reads the stream knows where it ends.
     """
 
     def __init__(self, item: Any, last: int) -> None:
@@ -55,14 +52,7 @@ class CollateFilled:
 
 
 class ListPart(list[Any]):
-    """One rank's batches from a list of batches.
-
-    Args:
-        batches: the batches of all ranks.
-        rank: this rank.
-        ranks: number of ranks.
-        even: fill the last round with batches from the start of the list.
-    """
+    """One rank's batches from a list of batches; `even` fills the last round with batches from the list's start."""
 
     def __init__(self, batches: Sequence[Any], rank: int, ranks: int, even: bool) -> None:
         self._total, self._ranks = len(batches), ranks
@@ -70,11 +60,7 @@ class ListPart(list[Any]):
         super().__init__(batches[n % self._total] for n in range(rank, filled_total if even else self._total, ranks))
 
     def counts_at(self, position: int) -> list[tuple[int, int]] | None:
-        """Returns (1, 1) per rank, or (1, 0) for a duplicate; None if the round has no duplicates.
-
-        Args:
-            position: number of the round, from 1.
-        """
+        """Returns (1, 1) per rank, or (1, 0) for a duplicate; None if the round, from 1, has no duplicates."""
         if position * self._ranks <= self._total:
             return None
         return [(1, int(position * self._ranks - self._ranks + rank < self._total)) for rank in range(self._ranks)]
@@ -87,8 +73,6 @@ class StreamPart(IterableDataset[Any]):
 
     Args:
         dataset: stream that yields the same samples in the same order on every rank.
-        rank: this rank.
-        ranks: number of ranks.
         size: batch size per rank.
         even: fill the last global batch with samples from the start of the stream.
         drop_last: drop a last global batch that is not full.
@@ -98,7 +82,7 @@ class StreamPart(IterableDataset[Any]):
         self.dataset = dataset
         self.rank, self.ranks, self.size = rank, ranks, size
         self.even, self.drop_last = even, drop_last
-        if callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None)):
+        if has_state(dataset):
             # Whenever this rank's batch is complete, the dataset's position is at the end of a global batch.
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
@@ -111,11 +95,7 @@ class StreamPart(IterableDataset[Any]):
         return count // span * self.size + short
 
     def counts(self, last: int) -> list[tuple[int, int]]:
-        """Returns per rank (samples, those that are not duplicates) of a filled global batch.
-
-        Args:
-            last: number of samples in the global batch that are not duplicates.
-        """
+        """Returns per rank (samples, those that are not duplicates) of a global batch filled after `last` samples."""
         starts = range(0, self.ranks * self.size, self.size)
         return [(self.size, max(0, min(self.size, last - start))) for start in starts]
 
@@ -138,8 +118,6 @@ class Dispatched:
     """A loader that only rank 0 reads; rank 0 broadcasts each round, and every rank keeps its part.
 
     Args:
-        loader: the loader, which is only read on rank 0.
-        strategy: the strategy, which has the ranks.
         split: split each batch across the ranks; False joins one batch per rank.
         even: fill the last round with samples of the first, so that all ranks have the same number.
     """

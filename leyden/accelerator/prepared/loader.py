@@ -33,7 +33,7 @@ class PreparedLoader:
         loader: the loader of this rank's part.
         stepping: the loop's engine, notified when a pass starts, when a batch has ended, and when the pass ends.
         move: function that moves a batch to the device; None leaves batches in place.
-        given: the loader before it was prepared; `loader` by default.
+        given: the loader before it was prepared.
 
     Attributes:
         iteration: the epoch: number of passes that exhausted the loader.
@@ -44,9 +44,9 @@ class PreparedLoader:
     _is_accelerate_prepared = True
 
     def __init__(
-        self, loader: Iterable[Any], stepping: Stepping, move: Callable[[Any], Any] | None, given: Any = None
+        self, loader: Iterable[Any], stepping: Stepping, move: Callable[[Any], Any] | None, given: Any
     ) -> None:
-        self.given = loader if given is None else given
+        self.given = given
         self._stepping = stepping
         self._move = move
         self.replace_loader(loader)
@@ -110,9 +110,6 @@ class PreparedLoader:
         Scripts repeat a loss to the full batch size, which is too many rows for a shorter last batch. With several rows
         per sample, a shorter last batch may also happen to have that many rows. In that case the full batches had
         several rows per sample, too, and all rows are kept.
-
-        Args:
-            rows: number of rows of a tensor that belongs to the current batch.
         """
         batches: Any = getattr(self.given, "batch_sampler", None)
         if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
@@ -203,7 +200,11 @@ class PreparedLoader:
                     yield draw(batches, total) if move is None else move(draw(batches, total))
                     stepping.end_turn()
                 except StopIteration:
-                    self._check_end(total)
+                    if total is not None:
+                        warn(
+                            f"the loader reports {total} batches but ended after {self.position}. Give it the right "
+                            "length, or none."
+                        )
                     break
             else:
                 # The last next() of a plain loop, in which a generator finishes and workers shut down.
@@ -236,13 +237,6 @@ class PreparedLoader:
         else:
             self.samples = self.loader.counts_at(self.position) if isinstance(self.loader, ListPart) else None
         return batch
-
-    def _check_end(self, total: int | None) -> None:
-        if total is not None:
-            warn(
-                f"the loader reports {total} batches but ended after {self.position}. Give it the right length, or "
-                "none.",
-            )
 
     def state_dict(self) -> State:
         """Returns the position, inside a pass or between two."""

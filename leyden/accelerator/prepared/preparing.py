@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +41,6 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 class Preparing:
     """Prepares the objects of a loop, each only once: preparing an object again returns the earlier result.
 
-    Args:
-        stepping: the engine that trains the models and steps the optimizers.
-        options: the Accelerator's arguments.
-
     Attributes:
         data: how loaders are split across ranks.
         schedulers: the prepared schedulers, in order.
@@ -63,12 +59,7 @@ class Preparing:
     def prepare(self, objects: Sequence[Any], places: Sequence[bool] | None) -> Any:
         """Prepares objects of all kinds: models first, then optimizers, since sharding replaces parameters.
 
-        Args:
-            objects: the objects; those of other types are returned unchanged.
-            places: one flag per object, True to move it to the device; None for the Accelerator's `device_placement`.
-
-        Returns:
-            The prepared objects in the same order; a single object instead of a tuple of one.
+        `places` has one flag per object, True to move it to the device; see `Accelerator.prepare`.
         """
         moved = [self._options.device_placement] * len(objects) if places is None else list(places)
         if len(moved) != len(objects):
@@ -275,10 +266,8 @@ class Preparing:
     @contextmanager
     def joining(self, models: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
         """Lets ranks have different numbers of batches within the block; see `Accelerator.join_uneven_inputs`."""
-        with ExitStack() as stack:
-            if even_batches is not None:
-                stack.enter_context(self.even_batches(even_batches))
-            stack.enter_context(self._stepping.joining(models))
+        evenly = nullcontext() if even_batches is None else self.even_batches(even_batches)
+        with evenly, self._stepping.joining(models):
             yield
 
     @contextmanager
@@ -324,10 +313,7 @@ def run_in_context(
 ) -> None:
     """Makes a module's forward run in a context, whatever calls it. Its class, names and hooks stay unchanged.
 
-    Args:
-        module: the module to patch, in place.
-        context: factory of the context for one forward.
-        outputs_in_float32: convert half-precision outputs, so that losses outside autocast are computed in float32.
+    With `outputs_in_float32`, losses outside autocast are computed in float32.
     """
     if getattr(module.forward, "_leyden_context", False):
         return

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 class PreparedScheduler:
     """A scheduler that steps once per optimizer step, on any number of ranks; steps that a scaler skipped do not count.
 
-    Args:
-        scheduler: the scheduler.
-        optimizers: the scheduler's prepared optimizers.
-        stepping: the loop's engine, which has the window.
-        with_optimizer: follow the optimizer's steps; False steps whenever `step` is called.
+    Without `with_optimizer`, it steps whenever `step` is called.
     """
 
     _is_accelerate_prepared = True
@@ -82,7 +78,7 @@ class PreparedScheduler:
             self._warned_of_end = True
             warn(
                 f"{type(self.scheduler).__name__} has reached its total_steps={total}; the learning rate stays "
-                "constant from here on.",
+                "constant from here on."
             )
 
 

@@ -38,29 +38,12 @@ def parse_size(size: int | str) -> int:
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
-def whole_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state dict with full tensors on the CPU. If it holds shards, every rank must call this."""
-
-    def full(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        value = value.detach()
-        return (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()
-
-    return {name: full(value) for name, value in state.items()}
-
-
 def write_weights(
     state: Mapping[str, Any], folder: str | os.PathLike[str], max_shard_size: int | str, safe: bool, is_writer: bool
 ) -> None:
     """Writes weights in the layout that transformers loads; tensors that share memory are written once.
 
-    Args:
-        state: full tensors by name; other values are left out.
-        folder: target folder, created if missing; files of an earlier call are removed.
-        max_shard_size: largest file size; a larger tensor gets its own file.
-        safe: write safetensors; False writes torch's format.
-        is_writer: True if this rank writes.
+    Values that are no tensors are left out, and files of an earlier call are removed.
     """
     limit = parse_size(max_shard_size)
     if not is_writer:
@@ -87,7 +70,7 @@ def write_weights(
         (place / f"{first}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def save_tensors(state: Mapping[str, Tensor], path: Path, safe: bool) -> None:
+def save_tensors(state: Any, path: Path, safe: bool) -> None:
     """Writes one file atomically, through a temporary sibling."""
     with staging.replacing(path) as temporary:
         if safe:
@@ -95,7 +78,7 @@ def save_tensors(state: Mapping[str, Tensor], path: Path, safe: bool) -> None:
 
             save_file({name: _contiguous(tensor) for name, tensor in state.items()}, temporary, {"format": "pt"})
         else:
-            torch.save(dict(state), temporary)
+            torch.save(state, temporary)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
@@ -148,7 +131,10 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe: bool | None) -> No
     safe = target.suffix == ".safetensors" if safe is None else safe
     target.parent.mkdir(parents=True, exist_ok=True)
     if not safe:
-        save_tensors(whole_state(obj) if isinstance(obj, Mapping) else obj, target, safe=False)
+        if isinstance(obj, Mapping):
+            plain = _unwrapped(obj)
+            obj = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in plain.items()}
+        save_tensors(obj, target, safe=False)
         return
     if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
         raise ConfigurationError(f"{target.name}: safetensors can only hold a dict of tensors. Use the suffix .bin.")

@@ -20,13 +20,7 @@ from leyden.checkpoint.folder import all_checkpoints, delete, is_checkpoint, new
 from leyden.checkpoint.format.bucket import Place, place_of
 from leyden.checkpoint.format.errors import CheckpointError, blame, naming
 from leyden.checkpoint.lock import lock_on
-from leyden.checkpoint.owners import (
-    RankStates,
-    StateOwner,
-    Unclaimed,
-    collect_rank,
-    write_rank,
-)
+from leyden.checkpoint.owners import RankStates, StateOwner, Unclaimed, collect_rank, write_rank
 from leyden.checkpoint.reader import CheckpointReader, open_verified
 from leyden.checkpoint.saves import Saves, is_possible
 from leyden.checkpoint.step_states import SCHEDULERS, StepStates, check_count
@@ -101,11 +95,7 @@ MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
 def check_load_arguments(given: Mapping[str, Any] | None, strict: bool, map_location: Any) -> bool:
-    """Checks the arguments of `load_state` and returns True if the names of weights must match.
-
-    Raises:
-        ConfigurationError: for an argument that would have no effect.
-    """
+    """Refuses arguments of `load_state` without an effect, and returns True if the names of weights must match."""
     for name in given or {}:
         if name not in LOAD_ARGUMENTS:
             raise ConfigurationError(
@@ -182,23 +172,10 @@ def _remove_empty_folder(path: Path) -> None:
     path.rmdir()
 
 
-def check_format(safe_serialization: bool) -> None:
-    """Raises ConfigurationError for `safe_serialization=False`."""
-    if not safe_serialization:
-        raise ConfigurationError("save_state(safe_serialization=False) would write a pickle. Leave it out.")
-
-
 def save_in_time(
     accelerator: Accelerator, stepping: Stepping, output_dir: str | os.PathLike[str] | None, asynchronous: bool
 ) -> Place:
-    """Writes a checkpoint, now or once the open accumulation window closes; returns its folder.
-
-    Args:
-        accelerator: the Accelerator to save.
-        stepping: its engine, which has the window.
-        output_dir: the script's argument of `save_state`.
-        asynchronous: see `save`.
-    """
+    """Writes a checkpoint, now or once the open accumulation window closes; returns its folder."""
     # One save at a time, and automatic naming needs to see the previous checkpoint in place.
     accelerator.finish_saving()
     path, loader = save_folder(accelerator, output_dir), accelerator.active_loader
@@ -223,11 +200,7 @@ def save(
 ) -> Place:
     """Writes a checkpoint, then deletes old ones above the limit.
 
-    Args:
-        accelerator: the Accelerator to save.
-        path: the folder.
-        requested: the active loader and its position when the script requested a deferred save.
-        asynchronous: copy everything now and write it in a background thread.
+    For a deferred save, `requested` has the active loader and its position when the script asked for it.
     """
     strategy, config = accelerator.strategy, accelerator.project_configuration
     accelerator.flush_scaler()
@@ -350,11 +323,7 @@ def checkpoint_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[st
 
 
 def saves_of(strategy: Strategy, options: Options) -> Saves:
-    """Returns the saves of a loop. With `resume="auto"` the loop holds its folder alone.
-
-    Raises:
-        LeydenError: on all ranks, if another run holds the folder; names its process.
-    """
+    """Returns the saves of a loop. With `resume="auto"`, the folder is locked against other runs."""
     saves = Saves(holds_exit=True)
     if not options.resumes:
         return saves
@@ -365,17 +334,11 @@ def saves_of(strategy: Strategy, options: Options) -> Saves:
     return saves
 
 
-def load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, strict: bool, trust: bool = False) -> None:
-    """Loads a checkpoint of `save`. Everything is checked before anything changes.
+def load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, strict: bool, trust: bool) -> None:
+    """Loads a checkpoint of `save`; see `Accelerator.load_state`. Everything is checked before anything changes.
 
     Optimizer states are read into new memory and checked while they are read. Only then are the weights read into the
     models; they alone are read twice, once to verify them. The states of a DeepSpeed engine are read last, in place.
-
-    Args:
-        accelerator: the Accelerator to load into.
-        input_dir: the script's argument of `load_state`; see `checkpoint_to_load`.
-        strict: require the names of the weights to match.
-        trust: also read a folder of Accelerate's own `save_state`, whose files are pickles.
     """
     from leyden.compat.accelerate.folder import AccelerateFolder, is_folder
 
@@ -444,11 +407,7 @@ def _read_rank(reader: CheckpointReader, accelerator: Accelerator) -> Unclaimed:
 
 
 class Unchecked:
-    """Adapts a registered object to `StateOwner`. Its state is not checked up front, so loading may raise.
-
-    Args:
-        obj: the object, with `state_dict` and `load_state_dict`.
-    """
+    """Adapts a registered object to `StateOwner`. Its state is not checked up front, so loading may raise."""
 
     def __init__(self, obj: Any) -> None:
         self._obj = obj
@@ -479,7 +438,7 @@ def _load_models(accelerator: Accelerator, reader: CheckpointReader, strict: boo
 def check_registrable(objects: tuple[Any, ...]) -> None:
     """Raises ConfigurationError for an object without state to save."""
     for number, obj in enumerate(objects):
-        if isinstance(obj, (Tensor, nn.Module)) and not callable(getattr(obj, "state_dict", None)):
+        if isinstance(obj, Tensor):
             raise ConfigurationError(
                 f"register_for_checkpointing: object {number} is a tensor. Make it a buffer of a module."
             )

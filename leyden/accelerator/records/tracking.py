@@ -18,8 +18,8 @@ from leyden.core.rank_zero import rank_zero_only, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from leyden.accelerator.ranks import PartialState
     from leyden.callbacks.loggers.logger import Logger
+    from leyden.strategies.ranks import Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -107,12 +107,7 @@ class GeneralTracker(ABC):
 
 
 class LoggerTracker(GeneralTracker):
-    """A Leyden logger as a tracker.
-
-    Args:
-        logger: the logger.
-        name: name for `get_tracker`; the logger's class name by default.
-    """
+    """A Leyden logger as a tracker, whose name is the logger's class name by default."""
 
     def __init__(self, logger: Logger, name: str | None = None) -> None:
         self.logger = logger
@@ -156,9 +151,7 @@ class LoggerTracker(GeneralTracker):
             writer.log(texts)
         elif not self._warned_of_texts:
             self._warned_of_texts = True
-            warn(
-                f"the tracker {self.name!r} records only numbers and drops the text of {', '.join(texts)}.",
-            )
+            warn(f"the tracker {self.name!r} records only numbers and drops the text of {', '.join(texts)}.")
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Records images.
@@ -290,14 +283,7 @@ class SilentTracker(Silent, GeneralTracker):
 
 
 def resolve(log_with: Any) -> tuple[list[Any], list[str]]:
-    """Returns the usable entries of `log_with`, and the names whose service package is not installed.
-
-    The latter are left out with a warning. Entries are names, loggers, trackers and tracker classes.
-
-    Raises:
-        ConfigurationError: for an unknown name or another type of object.
-        MissingExtraError: if the package of a Leyden logger is not installed.
-    """
+    """Returns the usable entries of `log_with`, and the names whose service package is not installed."""
     from leyden.callbacks.loggers.logger import Logger
 
     if log_with is None:
@@ -330,9 +316,7 @@ def _is_usable(name: str) -> bool:
         return True
     if name in LOGGERS:
         raise MissingExtraError(str(LOGGERS[name][2]), name, f"log_with={name!r}")
-    warn(
-        f"log_with={name!r} records nothing: its package is not installed. Run pip install {SERVICES[name][1]}.",
-    )
+    warn(f"log_with={name!r} records nothing: its package is not installed. Run pip install {SERVICES[name][1]}.")
     return False
 
 
@@ -349,54 +333,6 @@ def _check_complete(entry: Any) -> None:
             f'log_with holds {kind_of(entry)} without a name. Set name = "mine" in the class, so that get_tracker '
             "finds it."
         )
-
-
-def build(
-    entries: Sequence[Any],
-    project_name: str,
-    logging_dir: str | os.PathLike[str] | None,
-    options: Mapping[str, Any],
-    is_writer: bool,
-    absent: Sequence[str] = (),
-) -> list[GeneralTracker]:
-    """Builds the trackers of a run.
-
-    Args:
-        entries: entries from `resolve`.
-        project_name: name of the run.
-        logging_dir: folder for the trackers' files; the working directory if None.
-        options: constructor arguments by tracker name.
-        is_writer: True if this rank writes.
-        absent: names whose options are ignored, since their packages are not installed.
-    """
-    folder = os.getcwd() if logging_dir is None else os.fspath(logging_dir)
-    built: list[GeneralTracker] = []
-    for entry in entries:
-        if isinstance(entry, str) and entry in SERVICES:
-            services = importlib.import_module("leyden.compat.accelerate.trackers")
-            entry = getattr(services, SERVICES[entry][0])
-        if isinstance(entry, GeneralTracker):
-            built.append(entry)
-        elif _is_tracker_class(entry):
-            place = {"logging_dir": folder} if entry.requires_logging_directory else {}
-            built.append(entry(project_name, **place, **options.get(str(entry.name), {})))
-        elif isinstance(entry, str):
-            logger = make_logger(entry, project_name, folder, options.get(entry, {}))
-            built.append(_KINDS.get(entry, LoggerTracker).around(logger, entry))
-        else:
-            built.append(LoggerTracker(entry))
-    for tracker in built:
-        # A class may set the name only in its constructor.
-        _check_complete(tracker)
-        if isinstance(tracker, LoggerTracker):
-            tracker.logger.is_writer = is_writer
-    unknown = [name for name in options if name not in [*absent, *(tracker.name for tracker in built)]]
-    if unknown:
-        raise ConfigurationError(
-            f"init_kwargs has an unknown tracker {unknown[0]!r}. "
-            f"{nearest(unknown[0], [tracker.name for tracker in built])}"
-        )
-    return built
 
 
 def make_logger(name: str, project_name: str, folder: str, options: Mapping[str, Any]) -> Logger:
@@ -419,22 +355,36 @@ def _is_tracker_class(entry: Any) -> bool:
     return isinstance(entry, type) and issubclass(entry, GeneralTracker)
 
 
+def _built(entry: Any, project_name: str, folder: str, options: Mapping[str, Mapping[str, Any]]) -> GeneralTracker:
+    """Builds the tracker of one entry of `log_with`, with its arguments among `options`."""
+    if isinstance(entry, GeneralTracker):
+        return entry
+    if isinstance(entry, str) and entry in SERVICES:
+        services = importlib.import_module("leyden.compat.accelerate.trackers")
+        entry = getattr(services, SERVICES[entry][0])
+    if _is_tracker_class(entry):
+        place = {"logging_dir": folder} if entry.requires_logging_directory else {}
+        tracker: GeneralTracker = entry(project_name, **place, **options.get(str(entry.name), {}))
+        return tracker
+    if not isinstance(entry, str):
+        return LoggerTracker(entry)
+    logger = make_logger(entry, project_name, folder, options.get(entry, {}))
+    return _KINDS.get(entry, LoggerTracker).around(logger, entry)
+
+
 class Trackers:
     """The trackers of an Accelerator.
 
-    Args:
-        log_with: names, classes, loggers and trackers, as passed to the Accelerator.
-        state: this rank's state; the main rank writes.
-
     Attributes:
-        running: the trackers; empty before `begin`.
+        log_with: the names, classes, loggers and trackers passed to the Accelerator.
         absent: requested names whose packages are not installed.
+        running: the trackers; empty before `begin`.
     """
 
-    def __init__(self, log_with: Any, state: PartialState) -> None:
+    def __init__(self, log_with: Any, ranks: Ranks) -> None:
         self.log_with, self.absent = resolve(log_with)
         self.running: list[GeneralTracker] = []
-        self._state = state
+        self._ranks = ranks
 
     def begin(
         self,
@@ -444,15 +394,25 @@ class Trackers:
         init_kwargs: Mapping[str, Any],
     ) -> None:
         """Starts the run in every tracker; see `Accelerator.init_trackers`."""
-        is_writer = self._state.is_main_process
-        self.running = build(self.log_with, project_name, logging_dir, init_kwargs, is_writer, self.absent)
+        folder = os.getcwd() if logging_dir is None else os.fspath(logging_dir)
+        built = [_built(entry, project_name, folder, init_kwargs) for entry in self.log_with]
+        for tracker in built:
+            # A class may set the name only in its constructor.
+            _check_complete(tracker)
+            if isinstance(tracker, LoggerTracker):
+                tracker.logger.is_writer = self._ranks.is_global_zero
+        names = [tracker.name for tracker in built]
+        for name in init_kwargs:
+            if name not in (*names, *self.absent):
+                raise ConfigurationError(f"init_kwargs has an unknown tracker {name!r}. {nearest(name, names)}")
+        self.running = built
         for tracker in self._writing():
             tracker.start()
             if config is not None:
                 tracker.store_init_configuration(masked_values(dict(config)))
 
     def _writing(self) -> list[GeneralTracker]:
-        return [tracker for tracker in self.running if self._state.is_main_process or not tracker.main_process_only]
+        return [tracker for tracker in self.running if self._ranks.is_global_zero or not tracker.main_process_only]
 
     def find(self, name: str, unwrap: bool) -> Any:
         """Returns a tracker by name; see `Accelerator.get_tracker`."""

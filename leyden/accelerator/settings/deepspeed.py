@@ -162,13 +162,7 @@ def _none_if_auto(value: Any) -> Any:
 
 
 def given_plugin(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
-    """Returns the plugin among an Accelerator's arguments.
-
-    Raises:
-        ConfigurationError: for several plugins, since one engine drives one model; for any other object.
-    """
-    if plugin is not None and plugins is not None:
-        raise ConfigurationError("deepspeed_plugin and deepspeed_plugins were both given. Pass one of them.")
+    """Returns the plugin among an Accelerator's arguments. Refuses several, since one engine drives one model."""
     given = plugins if plugin is None else plugin
     found = list(given.values()) if isinstance(given, Mapping) else [] if given is None else [given]
     if len(found) > 1:
@@ -204,12 +198,7 @@ def plugin_describing(strategy: Strategy) -> DeepSpeedPlugin | None:
 
 
 def accumulation_of(strategy: Any, steps: int) -> int:
-    """Returns the batches per step: the Accelerator's, or DeepSpeed's if `steps` is 1. The strategy refuses conflicts.
-
-    Args:
-        strategy: a strategy or its name.
-        steps: the Accelerator's `gradient_accumulation_steps`.
-    """
+    """Returns the Accelerator's batches per step, or DeepSpeed's if these are 1. The strategy refuses conflicts."""
     config = getattr(strategy, "config", None)
     own = config.given("gradient_accumulation_steps") if isinstance(config, ZeroConfig) else None
     return int(own) if own is not None and steps == 1 else steps
@@ -221,12 +210,8 @@ def complete_config(
 ) -> None:
     """Merges the script's settings into DeepSpeed's config, before the engine is created.
 
-    Args:
-        strategy: the `DeepSpeedStrategy`.
-        accumulation: batches per optimizer step.
-        options: the Accelerator's arguments.
-        objects: optimizers and schedulers of one call of `prepare`, including placeholders.
-        loaders: loaders prepared in this call or before.
+    `objects` has the optimizers and schedulers of one call of `prepare`, including placeholders, and `loaders` those
+    prepared in this call or before.
 
     Raises:
         ConfigurationError: for a contradiction, or a placeholder whose section the config lacks.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from leyden.accelerator.settings.plugins import Handlers, KwargsHandler
+from leyden.accelerator.settings.plugins import KwargsHandler
 from leyden.core.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.strategies.precision.fp8_config import NO_MSAMP, precision_of_config
@@ -37,17 +37,14 @@ class AORecipeKwargs(KwargsHandler):
         """Builds the precision."""
         from leyden.strategies.precision.fp8 import Float8Precision
 
-        given = {
-            "pad_inner_dim": self.pad_inner_dim,
-            "enable_fsdp_float8_all_gather": self.enable_fsdp_float8_all_gather,
-        }
-        arguments: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if self.config is not None and arguments:
+        arguments = _set_fields(self)
+        config, choose = arguments.pop("config", None), arguments.pop("module_filter_func", None)
+        if config is not None and arguments:
             raise ConfigurationError(
                 f"AORecipeKwargs(config=…) already contains {' and '.join(arguments)}. Set them there, or leave config "
                 "out."
             )
-        return Float8Precision(config=self.config, choose=self.module_filter_func, **arguments)
+        return Float8Precision(config=config, choose=choose, **arguments)
 
 
 @dataclass(kw_only=True)
@@ -120,16 +117,8 @@ RECIPES = (AORecipeKwargs, TERecipeKwargs, FP8RecipeKwargs)
 """The supported recipes."""
 
 
-def recipe_of(handlers: Handlers, precision: Any) -> Precision | None:
-    """Builds the precision of the recipe among the handlers; None if there is no recipe.
-
-    Args:
-        handlers: the Accelerator's handlers.
-        precision: the Accelerator's `mixed_precision`.
-
-    Raises:
-        ConfigurationError: for two recipes, and for a recipe without fp8.
-    """
+def recipe_of(handlers: Mapping[type, Any], precision: Any) -> Precision | None:
+    """Builds the precision of the recipe among the handlers; None without one. Refuses two, and one without fp8."""
     found: list[Any] = [handler for kind in RECIPES if (handler := handlers.get(kind)) is not None]
     if not found:
         return None

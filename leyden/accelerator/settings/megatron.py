@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from leyden.accelerator.ranks import is_true, joined_strategy
 from leyden.core.errors import ConfigurationError
 from leyden.core.rank_zero import warn
+from leyden.strategies.readers import Readers
 
 if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
@@ -151,7 +153,7 @@ class MegatronLMPlugin:
             setattr(self, name, int(text))
         for name, variable in SWITCHES.items():
             if getattr(self, name) is None:
-                setattr(self, name, os.environ.get(variable, "").lower() in ("1", "true", "yes"))
+                setattr(self, name, is_true(variable))
         if self.gradient_clipping is None:
             self.gradient_clipping = float(os.environ.get("MEGATRON_LM_GRADIENT_CLIPPING") or 1.0)
         if self.gradient_clipping < 0:
@@ -226,8 +228,5 @@ def avg_losses_across_data_parallel_group(losses: list[Tensor]) -> Tensor:
     Returns:
         The means, shape (number of losses,), in the order of the losses.
     """
-    from leyden.accelerator.ranks import AcceleratorState
-    from leyden.strategies.readers import Readers
-
     stacked = torch.stack([loss.detach().reshape(()) for loss in losses])
-    return Readers(AcceleratorState().strategy).reduce(stacked)
+    return Readers(joined_strategy()).reduce(stacked)

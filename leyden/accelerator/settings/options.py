@@ -12,12 +12,7 @@ from typing import Any
 import torch
 
 from leyden.accelerator.ranks import AcceleratorState, check_started, chosen_devices, is_true
-from leyden.accelerator.settings.deepspeed import (
-    DeepSpeedPlugin,
-    accumulation_of,
-    given_plugin,
-    plugin_describing,
-)
+from leyden.accelerator.settings.deepspeed import DeepSpeedPlugin, accumulation_of, given_plugin, plugin_describing
 from leyden.accelerator.settings.fp8_recipes import (
     RECIPES,
     AORecipeKwargs,
@@ -36,15 +31,16 @@ from leyden.accelerator.settings.plugins import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
-    Handlers,
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    handlers_by_class,
 )
 from leyden.checkpoint.format.bucket import place_of
 from leyden.core.devices import runtime_of
+from leyden.core.environment import rank_environment
 from leyden.core.errors import ConfigurationError, kind_of, nearest
 from leyden.launch.heartbeat import hang_limit
 from leyden.strategies.base import Strategy
@@ -54,8 +50,21 @@ from leyden.trainer.launched import read_launched, with_recipe
 
 RNG_TYPES = ("torch", "cuda", "mps", "xpu", "numpy", "python", "generator")
 LOADER_FLAGS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
-
-
+PLUGINS = {
+    "dynamo_plugin": TorchDynamoPlugin,
+    "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "megatron_lm_plugin": MegatronLMPlugin,
+    "parallelism_config": ParallelismConfig,
+    "torch_tp_plugin": TorchTensorParallelPlugin,
+}
+RIVALS = (
+    ("deepspeed_plugin", "deepspeed_plugins"),
+    ("dynamo_backend", "dynamo_plugin"),
+    ("megatron_lm_plugin", "parallelism_config"),
+    ("megatron_lm_plugin", "torch_tp_plugin"),
+    ("torch_tp_plugin", "parallelism_config"),
+)
+"""Arguments that set the same thing."""
 HANDLERS: dict[str, type[KwargsHandler]] = {
     "ddp_handler": DistributedDataParallelKwargs,
     "scaler_handler": GradScalerKwargs,
@@ -84,11 +93,7 @@ READ_ELSEWHERE: dict[str, Callable[[Any], Any]] = {
 
 
 def further(accelerator: Any, name: str) -> Any:
-    """Returns an attribute of `HANDLERS` or `READ_ELSEWHERE`.
-
-    Raises:
-        AttributeError: for any other name.
-    """
+    """Returns an attribute of `HANDLERS` or `READ_ELSEWHERE`; raises AttributeError for any other name."""
     if name in HANDLERS:
         return accelerator.options.handlers.get(HANDLERS[name])
     if name in READ_ELSEWHERE:
@@ -97,23 +102,17 @@ def further(accelerator: Any, name: str) -> Any:
 
 
 class Options:
-    """The arguments of an Accelerator, checked and combined with its plugins, the launch and the environment.
-
-    Args:
-        **given: the arguments by name.
-    """
+    """The arguments of an Accelerator, checked and combined with its plugins, the launch and the environment."""
 
     def __init__(self, **given: Any) -> None:
-        _tensor_plugin(given)
-        _megatron_plugin(given)
-        _compile_plugin(given)
+        _apply_plugins(given)
         _fill_from_launch(given)
         _fill_compilation(given)
         self.device_placement: bool = given["device_placement"]
         self.cpu: bool = given["cpu"]
         self.step_scheduler_with_optimizer: bool = given["step_scheduler_with_optimizer"]
         self._converts_outputs: bool = given["convert_outputs"]
-        self.handlers = Handlers(given["kwargs_handlers"])
+        self.handlers = handlers_by_class(given["kwargs_handlers"])
         self.data = _data(given)
         self.accumulation = _accumulation(given)
         self.project = _project(given)
@@ -217,8 +216,6 @@ class Options:
 
     def engine_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `Engine`."""
-        from leyden.core.environment import rank_environment
-
         # A script that was not launched on several ranks is one process, on one device.
         alone = self.strategy == "auto" and rank_environment() is None
         accelerator, devices = chosen_devices(self.cpu, alone)
@@ -262,6 +259,23 @@ class Options:
             strategy.configure_ddp(ddp.arguments(), ddp.hook())
 
 
+def _apply_plugins(given: dict[str, Any]) -> None:
+    """Checks the plugins, and sets the arguments that some of them stand for."""
+    for name, kind in PLUGINS.items():
+        if given[name] is not None and not isinstance(given[name], kind):
+            raise ConfigurationError(f"Accelerator({name}=…) got {kind_of(given[name])}. Pass a {kind.__name__}.")
+    for one, other in RIVALS:
+        if given[one] is not None and given[other] is not None:
+            raise ConfigurationError(f"{one} and {other} were both given. Pass one of them.")
+    compiled, tensor, megatron = given["dynamo_plugin"], given["torch_tp_plugin"], given["megatron_lm_plugin"]
+    if compiled is not None:
+        given["dynamo_backend"], given["compile_options"] = compiled.backend, compiled.arguments()
+    if tensor is not None:
+        given["parallelism_config"] = ParallelismConfig(tp_size=tensor.tp_size)
+    if megatron is not None:
+        given["clips_to"] = megatron.gradient_clipping
+
+
 def _fill_from_launch(given: dict[str, Any]) -> None:
     """Fills arguments that the script leaves at their defaults with the values of `leyden launch`."""
     launched = read_launched()
@@ -293,18 +307,6 @@ def _fill_from_launch(given: dict[str, Any]) -> None:
     given.update(filled)
 
 
-def _compile_plugin(given: dict[str, Any]) -> None:
-    """Sets `dynamo_backend` and torch.compile's arguments from a TorchDynamoPlugin."""
-    plugin = given["dynamo_plugin"]
-    if plugin is None:
-        return
-    if not isinstance(plugin, TorchDynamoPlugin):
-        raise ConfigurationError(f"Accelerator(dynamo_plugin=…) got {kind_of(plugin)}. Pass a TorchDynamoPlugin.")
-    if given["dynamo_backend"] is not None:
-        raise ConfigurationError("dynamo_backend and dynamo_plugin were both given. Pass one of them.")
-    given["dynamo_backend"], given["compile_options"] = plugin.backend, plugin.arguments()
-
-
 def _fill_compilation(given: dict[str, Any]) -> None:
     """Fills what the script and the launch leave open of torch.compile with Accelerate's environment variables."""
     options, prefix = given.setdefault("compile_options", {}), "ACCELERATE_DYNAMO_"
@@ -318,33 +320,6 @@ def _fill_compilation(given: dict[str, Any]) -> None:
             options.setdefault(name, True)
     # Refused, as in the script.
     TorchDynamoPlugin(use_regional_compilation=is_true(prefix + "USE_REGIONAL_COMPILATION"))
-
-
-def _tensor_plugin(given: dict[str, Any]) -> None:
-    """Replaces a TorchTensorParallelPlugin with the equivalent `parallelism_config`."""
-    plugin = given["torch_tp_plugin"]
-    if plugin is None:
-        return
-    if not isinstance(plugin, TorchTensorParallelPlugin):
-        raise ConfigurationError(
-            f"Accelerator(torch_tp_plugin=…) got {kind_of(plugin)}. Pass ParallelismConfig(tp_size=…) as "
-            "parallelism_config."
-        )
-    if given["parallelism_config"] is not None:
-        raise ConfigurationError("torch_tp_plugin and parallelism_config were both given. Pass parallelism_config.")
-    given["parallelism_config"] = plugin.config()
-
-
-def _megatron_plugin(given: dict[str, Any]) -> None:
-    """Sets the gradient clipping of a MegatronLMPlugin."""
-    plugin = given["megatron_lm_plugin"]
-    if plugin is None:
-        return
-    if not isinstance(plugin, MegatronLMPlugin):
-        raise ConfigurationError(f"Accelerator(megatron_lm_plugin=…) got {kind_of(plugin)}. Pass a MegatronLMPlugin.")
-    if given["parallelism_config"] is not None:
-        raise ConfigurationError("megatron_lm_plugin and parallelism_config were both given. Pass one of them.")
-    given["clips_to"] = plugin.gradient_clipping
 
 
 def _data(given: dict[str, Any]) -> DataLoaderConfiguration:
@@ -410,25 +385,19 @@ def _backend(given: Any) -> str | None:
 
 def _strategy(given: dict[str, Any], deepspeed: DeepSpeedPlugin | None) -> str | Strategy:
     """Returns the `strategy` argument, or the strategy that a plugin builds."""
-    mesh = given["parallelism_config"]
-    if mesh is not None:
-        if not isinstance(mesh, ParallelismConfig):
-            raise ConfigurationError(
-                f"Accelerator(parallelism_config=…) got {kind_of(mesh)}. Pass a ParallelismConfig."
-            )
-        if deepspeed is not None or given["strategy"] != "auto":
-            other = "deepspeed_plugin" if deepspeed is not None else "strategy"
-            raise ConfigurationError(f"parallelism_config and {other} were both given. Pass one of them.")
-        return mesh.build(given["fsdp_plugin"])
-    named = {
-        "fsdp_plugin": given["fsdp_plugin"],
+    mesh: ParallelismConfig | None = given["parallelism_config"]
+    choices = {
+        "parallelism_config": mesh,
+        # Beside a mesh, it says how the mesh shards.
+        "fsdp_plugin": given["fsdp_plugin"] if mesh is None else None,
         "deepspeed_plugin": deepspeed,
         "megatron_lm_plugin": given["megatron_lm_plugin"],
+        "strategy": given["strategy"] if given["strategy"] != "auto" else None,
     }
-    plugins = {name: plugin for name, plugin in named.items() if plugin is not None}
-    both = [*plugins, *(["strategy"] if given["strategy"] != "auto" else [])]
-    if len(both) > 1:
-        raise ConfigurationError(f"{' and '.join(both)} were both given. Pass one of them.")
-    for plugin in plugins.values():
-        return plugin.build()  # type: ignore[no-any-return]
-    return given["strategy"]  # type: ignore[no-any-return]
+    chosen = [name for name, value in choices.items() if value is not None]
+    if len(chosen) > 1:
+        raise ConfigurationError(f"{' and '.join(chosen)} were both given. Pass one of them.")
+    if mesh is not None:
+        return mesh.build(given["fsdp_plugin"])
+    plugin = given["fsdp_plugin"] or deepspeed or given["megatron_lm_plugin"]
+    return given["strategy"] if plugin is None else plugin.build()  # type: ignore[no-any-return]

@@ -116,10 +116,6 @@ class TorchTensorParallelPlugin:
                 "Leave it out, and read accelerator.torch_device_mesh."
             )
 
-    def config(self) -> ParallelismConfig:
-        """Returns the equivalent `ParallelismConfig`."""
-        return ParallelismConfig(tp_size=self.tp_size)
-
 
 @dataclass
 class ParallelismConfig:

@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 from leyden.checkpoint.folder import is_taken
 from leyden.checkpoint.format.bucket import BucketPath, Place, place_of
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.paths import local_path
 
-H = TypeVar("H")
 HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
 WRAPPERS = ("no", "fp16", "bf16")
 AUTOMATIC = re.compile(r"checkpoint_(\d+)")
@@ -467,27 +466,18 @@ class FullyShardedDataParallelPlugin:
         return given
 
 
-class Handlers:
-    """The handlers of an Accelerator, at most one of each class.
-
-    Raises:
-        ConfigurationError: if an object is not a handler, or a class appears twice.
-    """
-
-    def __init__(self, handlers: Sequence[KwargsHandler] | None) -> None:
-        self._found: dict[type, Any] = {}
-        for handler in handlers or ():
-            if not isinstance(handler, KwargsHandler):
-                raise ConfigurationError(
-                    f"kwargs_handlers holds {handler!r}. Pass objects such as GradScalerKwargs(init_scale=1024.0)."
-                )
-            if type(handler) in self._found:
-                raise ConfigurationError(f"kwargs_handlers holds {type(handler).__name__} twice. Pass it once.")
-            self._found[type(handler)] = handler
-
-    def get(self, kind: type[H]) -> H | None:
-        """Returns the handler of a class; None if there is none."""
-        return self._found.get(kind)
+def handlers_by_class(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any]:
+    """Returns the handlers of an Accelerator by their class, of which none may appear twice."""
+    found: dict[type, Any] = {}
+    for handler in handlers or ():
+        if not isinstance(handler, KwargsHandler):
+            raise ConfigurationError(
+                f"kwargs_handlers holds {handler!r}. Pass objects such as GradScalerKwargs(init_scale=1024.0)."
+            )
+        if type(handler) in found:
+            raise ConfigurationError(f"kwargs_handlers holds {type(handler).__name__} twice. Pass it once.")
+        found[type(handler)] = handler
+    return found
 
 
 # enums of argument values ---------------------------------------------------------------------------------------------

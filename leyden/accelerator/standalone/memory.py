@@ -118,14 +118,7 @@ def find_executable_batch_size(
 
 
 class _Sizes:
-    """The batch sizes to try for one function, from the largest down.
-
-    Args:
-        function: the decorated function.
-        first: the first size.
-        smaller: function that returns the next size; None for the last one times `factor`.
-        factor: see `smaller`.
-    """
+    """The batch sizes to try for one function: the next is what `smaller` returns, or the last one times `factor`."""
 
     def __init__(
         self, function: Callable[..., Any], first: int, smaller: Callable[[], int] | None, factor: float

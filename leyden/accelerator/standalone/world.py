@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from leyden.accelerator.loop.collectives import Collectives, check_tensors, synchronize_generators
 from leyden.accelerator.prepared.preparing import in_float32, unwrap
-from leyden.accelerator.ranks import PartialState, joined_strategy
+from leyden.accelerator.ranks import Alone, RankControl, joined_strategy
 from leyden.accelerator.records.export import check_object, save_object
 from leyden.core.environment import rank_environment
 from leyden.core.tree import BUILTIN, map_tensors, move_to_device
@@ -27,7 +27,7 @@ def world() -> Collectives:
         >>> world().gather(torch.ones(2)).tolist()
         [1.0, 1.0]
     """
-    return Collectives(PartialState(strategy=joined_strategy()))
+    return Collectives(joined_strategy(), Alone())
 
 
 def gather(tensor: T) -> T:
@@ -63,13 +63,13 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         from_process: the source rank.
     """
     check_tensors(tensor, "broadcast")
-    collectives = world()
+    ranks = joined_strategy().ranks
 
     def one(part: Tensor) -> Tensor:
         with torch.no_grad():
-            return part.copy_(collectives.broadcast(part.detach(), from_process))
+            return part.copy_(ranks.broadcast(part.detach(), from_process))
 
-    return map_tensors(tensor, one) if collectives.state.num_processes > 1 else tensor
+    return map_tensors(tensor, one) if ranks.world_size > 1 else tensor
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -131,7 +131,7 @@ def save(
 ) -> None:
     """See `Accelerator.save`."""
     check_object(obj)
-    state = world().state
+    state = RankControl(joined_strategy())
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
         save_object(obj, f, safe_serialization or None)
 
@@ -141,7 +141,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     from tqdm.auto import tqdm as bar
 
     if main_process_only and "disable" not in kwargs:
-        kwargs["disable"] = not world().state.is_local_main_process
+        kwargs["disable"] = not RankControl(joined_strategy()).is_local_main_process
     return bar(*args, **kwargs)
 
 

@@ -61,11 +61,7 @@ def lacking(module: str) -> Callable[[str], Any]:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Resolves a name that a module with Accelerate's names does not define.
-
-    Args:
-        module: name of the module, such as `leyden.utils`.
-        name: the missing name.
+    """Resolves a name that a module with Accelerate's names, such as `leyden.utils`, does not define.
 
     Returns:
         The object of that name in another of these modules, since Accelerate's modules import from each other; a
@@ -117,10 +113,6 @@ def _is_import_statement(frame: FrameType, path: str) -> bool:
     """Returns True if an import statement asks a `__getattr__` for a name that is no submodule.
 
     Importlib asks a package first, and then looks for a submodule. A module is asked by an opcode of the statement.
-
-    Args:
-        frame: the caller of `attribute`.
-        path: the name, with its module.
     """
     while frame.f_code.co_name == "__getattr__" and frame.f_back is not None:
         frame = frame.f_back

@@ -37,11 +37,6 @@ def is_folder(path: Path) -> bool:
 class AccelerateFolder:
     """A folder of Accelerate's `save_state`, read completely before anything in the run changes.
 
-    Args:
-        path: the folder.
-        accelerator: the Accelerator to load into, with the same objects prepared and registered in the same order.
-        strict: require the names of the weights to match.
-
     Raises:
         CheckpointError: if a file is missing or unreadable.
         ConfigurationError: if its contents do not match the Accelerator's objects.
@@ -128,7 +123,7 @@ class AccelerateFolder:
         if self._schedulers and self._ranks > 1:
             warn(
                 f"{self.path} was saved on {self._ranks} ranks. Without split_batches, Accelerate's schedulers count "
-                f"{self._ranks} steps per optimizer step; Leyden's count one.",
+                f"{self._ranks} steps per optimizer step; Leyden's count one."
             )
         if self._scaler is not None and accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(self._scaler)

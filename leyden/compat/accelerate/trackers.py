@@ -42,9 +42,7 @@ class ServiceTracker(GeneralTracker):
         """Warns, once per name, about a value that the service does not accept."""
         if key not in self._dropped:
             self._dropped.add(key)
-            warn(
-                f"the tracker {self.name!r} records only {takes}, and drops {key}, which is {kind_of(value)}.",
-            )
+            warn(f"the tracker {self.name!r} records only {takes}, and drops {key}, which is {kind_of(value)}.")
 
 
 class AimTracker(ServiceTracker):

@@ -37,12 +37,7 @@ UNLIKE = "configure_optimizers made {here}: make as many, or leave 'optimizers' 
 
 
 class LightningRun:
-    """The states in a `.ckpt` of Lightning, converted for the parts of a run.
-
-    Args:
-        file: the checkpoint.
-        run: the run that continues it, set up except for its optimizers.
-        parts: the parts to restore.
+    """The states in a `.ckpt` of Lightning, converted for the parts of a run, which is set up but for its optimizers.
 
     Attributes:
         callbacks: the states of callbacks, by `state_key`.
@@ -145,15 +140,11 @@ class LightningRun:
         if self._run.strategy.ranks.is_global_zero:
             warn(
                 f"fit continues {self._file.path}, a Lightning checkpoint. Not restored: "
-                f"{'; '.join(f'{name} ({why})' for name, why in not_restored.items())}.",
+                f"{'; '.join(f'{name} ({why})' for name, why in not_restored.items())}."
             )
 
     def _skip_unmonitored(self, progress: Progress) -> list[SchedulerConfig]:
-        """Skips the pending steps of ReduceLROnPlateau schedulers whose metric is not in the file.
-
-        Returns:
-            The schedulers whose step was skipped.
-        """
+        """Skips the pending steps of the ReduceLROnPlateau schedulers that it returns: the file lacks their metric."""
         unmonitored = [
             config
             for config in self._run.schedulers
@@ -194,11 +185,9 @@ REASONS = ("not_stopped", "stopping_threshold", "divergence_threshold", "patienc
 class LightningStates:
     """The states of callbacks in a `.ckpt` file of Lightning.
 
-    Args:
+    Attributes:
         file: the content of the file.
         name: the name of the file.
-
-    Attributes:
         found: the translated states, by the `state_key` of the callback that loads them.
         left: the names of the states that no callback loads, each with the reason.
         values: the monitored value that was current when the file was saved, by its metric's name.
@@ -213,11 +202,7 @@ class LightningStates:
     has_own_schedulers: bool = False
 
     def match(self, callbacks: Sequence[Callback]) -> None:
-        """Matches each state to a callback of its class and translates it; among several, by their arguments.
-
-        Raises:
-            StateError: names an entry that Lightning cannot have written.
-        """
+        """Matches each state to a callback of its class and translates it; among several, by their arguments."""
         saved = SavedState(self.file.get("callbacks") or {}, "callbacks")
         self._record_values([state for state in saved.entries.values() if isinstance(state, Mapping)])
         for key in saved.entries:

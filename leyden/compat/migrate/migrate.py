@@ -40,15 +40,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """A file before and after.
-
-    Attributes:
-        path: path of the file.
-        before: its original text.
-        after: its text for Leyden.
-        left: places that the user must change.
-        encoding: encoding of the file.
-    """
+    """A file before and after, with the places that the user must change."""
 
     path: Path
     before: str

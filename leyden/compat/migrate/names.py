@@ -151,10 +151,7 @@ class Found:
 
 
 def lookup(path: str) -> Found:
-    """Finds the counterpart of a path.
-
-    Args:
-        path: such as `pytorch_lightning.callbacks.EarlyStopping`, with attributes behind it or without.
+    """Finds the counterpart of a path, with attributes behind it or without.
 
     Example:
         >>> lookup("lightning.pytorch.LightningModule.load_from_checkpoint")

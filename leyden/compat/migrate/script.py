@@ -62,15 +62,12 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The new form of one imported name.
-
-    Attributes:
-        module: module to import it from. None if the import is dropped.
-        text: the imported name, such as `TrainModule as Module`.
-    """
+    """The new form of one imported name."""
 
     module: str | None
+    """The module to import it from; None for another form of import, or for none."""
     text: str
+    """The imported name, such as `TrainModule as Module`; "" for none."""
 
 
 @dataclass(frozen=True, slots=True)
