@@ -862,72 +862,14 @@ class Accelerator(RankControl):
         self._trackers.finish()
         self.strategy.ranks.barrier()
 
-    # the engine's own methods, for a loop that does its own preparing or counting -------------------------------------
-    def begin_stepping(self) -> None:
-        """Resets the counters, before the first batch."""
-        self._stepping.begin()
-
-    def prepare_module(self, module: nn.Module) -> nn.Module:
-        """Moves a module to its device. Create its optimizers afterwards."""
-        return self._stepping.prepare_module(module)
-
-    def prepare_optimizers(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-    ) -> list[PreparedOptimizer]:
-        """Prepares the optimizers of prepared modules; they replace all earlier ones."""
-        return self._stepping.prepare_optimizers(modules, optimizers)
-
-    def check_parameters(self, modules: Iterable[nn.Module]) -> None:
-        """Raises ConfigurationError if an optimizer's parameters are in no module: its steps would have no effect."""
-        self._stepping.check_parameters(modules)
-
-    def begin_loader(self, loader: PreparedLoader) -> None:
-        """Starts a pass over a loader."""
-        self._stepping.begin_loader(loader)
-
-    def synchronise_rng(self) -> None:
-        """Sets the generators of `rng_types` to rank 0's state."""
-        self._stepping.synchronise_rng()
-
-    def end_turn(self) -> None:
-        """Ends a batch and runs the actions deferred until then."""
-        self._stepping.end_turn()
-
-    def end_loader(self, loader: PreparedLoader) -> None:
-        """Ends a pass over a loader, exhausted or not."""
-        self._stepping.end_loader(loader)
-
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Runs backward on a loss, scaled only for the precision and not divided by the window's length."""
-        self._stepping.manual_backward(loss, *args, **kwargs)
-
-    def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
-        """Steps a prepared optimizer if the window closes; returns False if the gradient scaler skipped the step."""
-        return self._stepping.step(prepared, closure, **kwargs)
-
-    def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
-        """Clears the gradients of a prepared optimizer if the window closes."""
-        self._stepping.zero_grad(prepared, set_to_none)
-
+    # the state of the loop --------------------------------------------------------------------------------------------
     def flush_scaler(self) -> None:
         """Updates the gradient scaler, once after all optimizers have stepped and before the next loss is scaled."""
         self._stepping.flush_scaler()
 
-    def close_window(self) -> None:
-        """Turns the window's summed gradients into their mean, over its actual length or its items."""
-        self._stepping.close_window()
-
-    def end_batch(self) -> None:
-        """Counts a batch of the window as completed."""
-        self._stepping.window.end_batch()
-
     def restore_counters(self, steps: int) -> None:
         """Sets the number of completed steps and resets the window."""
         self._stepping.continue_after(steps)
-
-    def follow_with(self, log_with: Any) -> None:
-        """Replaces the trackers; `init_trackers` starts them."""
-        self._trackers = Trackers(log_with, self.strategy.ranks)
 
     def teardown(self) -> None:
         """Closes the window and tears down the strategy. The ranks stay in their process group."""

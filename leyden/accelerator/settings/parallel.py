@@ -194,16 +194,6 @@ class ParallelismConfig:
         return Layout(*(size or 1 for size in sizes))
 
     @property
-    def replicas(self) -> int:
-        """Replicas of the model: `dp_replicate_size`, or 1."""
-        return self.layout.dp_replicate
-
-    @property
-    def shards(self) -> int:
-        """Ranks that shard each replica: `dp_shard_size`, or 1."""
-        return self.layout.dp_shard
-
-    @property
     def total_size(self) -> int:
         """Number of ranks in the mesh."""
         return self.layout.size
