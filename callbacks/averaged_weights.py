@@ -30,26 +30,21 @@ class AveragedWeights:
     collective is needed. The module holds either the current weights or the averages; this object stores the other set.
     `exchange` swaps them in place.
 
-    Args:
-        module: the module whose weights are averaged.
-        strategy: the strategy of the run.
-        average: creates an AveragedModel from a flat module that has the tensors as parameters and buffers.
-        device: the device of the averages. None: the device of the weights.
-
-    Attributes:
-        in_module: whether the module holds the averages, and this object the current weights.
+    `make` creates an AveragedModel from a flat module that has the tensors as parameters and buffers. Without a device,
+    the averages are on that of the weights.
     """
 
     def __init__(
         self,
         module: nn.Module,
         strategy: Strategy,
-        average: Callable[[nn.Module], AveragedModel],
+        make: Callable[[nn.Module], AveragedModel],
         device: torch.device | None = None,
     ) -> None:
-        self._module, self._strategy, self._make, self._device = module, strategy, average, device
+        self._module, self._strategy, self._make, self._device = module, strategy, make, device
         self._average: AveragedModel | None = None
         self.in_module = False
+        """True if the module holds the averages, and this object the current weights."""
 
     @property
     def count(self) -> int:
@@ -101,11 +96,8 @@ class AveragedWeights:
     def replacements(self) -> dict[str, Tensor]:
         """Returns the stored tensors by name. A tied weight appears under each of its names."""
         stored, module = self.stored(), self._module
-        first = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-        every = (
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        )
+        first = {id(tensor): name for name, tensor in self._module_tensors().items()}
+        every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         return {name: stored[first[id(tensor)]] for name, tensor in every if first[id(tensor)] in stored}
 
     def _named(self, local: list[Tensor]) -> dict[str, Tensor]:
@@ -157,10 +149,7 @@ class AveragedWeights:
     def restore(self, count: int, stored: Mapping[str, Any], in_module: bool) -> None:
         """Restores the state of a checkpoint, once the module has the checkpoint's weights.
 
-        Args:
-            count: the number of updates.
-            stored: the tensors that `stored` returned: whole, or this rank's shards.
-            in_module: whether the module holds the averages.
+        The tensors that `stored` returned are whole, or this rank's shards.
         """
         weights = self._strategy.local_weights(self._module)
         average = self._average = self._create(_Flat(weights))
@@ -245,13 +234,9 @@ class _Flat(nn.Module):
 
 
 def fill_part(name: str, saved: Any, local: Tensor, like: Tensor) -> None:
-    """Copies a saved tensor, or this rank's part of it, into this rank's local tensor.
+    """Copies a saved tensor, whole or a DTensor, or this rank's part of it, into this rank's local tensor.
 
-    Args:
-        name: the tensor's name.
-        saved: the saved value: a whole tensor or a DTensor.
-        local: the local tensor to fill.
-        like: the module's tensor, which is sharded if only a part is local.
+    `like` is the module's tensor, which is sharded if only a part is local.
     """
     part = getattr(saved, "_local_tensor", None)
     if part is not None:
@@ -337,11 +322,7 @@ class ExchangesWeights(Callback):
 
 
 def parse_device(callback: Callback, device: torch.device | str | int | None) -> torch.device | None:
-    """Returns the device of the averages; None for the device of the weights.
-
-    Raises:
-        ConfigurationError: if `device` names no device.
-    """
+    """Returns the device of the averages; None for that of the weights. Raises ConfigurationError for another name."""
     try:
         return None if device is None else torch.device(device)
     except (TypeError, RuntimeError) as error:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 
-KINDS = {"validate": "val", "test": "test", "predict": "predict"}
-
 
 class BatchSizeFinder(Callback):
     """Searches for the largest batch size that fits into memory, with copies, and sets it on the module or DataModule.
@@ -64,9 +62,5 @@ class BatchSizeFinder(Callback):
 
     def scale_batch_size(self, trainer: Trainer, module: TrainModule) -> None:
         """Searches now."""
-        stage, passed = trainer.state.stage or "fit", trainer.given_loaders
-        loaders = {"train_dataloaders": passed.get("train"), "val_dataloaders": passed.get("val")}
-        if stage != "fit":
-            loaders = {"dataloaders": passed.get(KINDS[stage])}
-        subject = Subject(trainer, stage, module, loaders, trainer.datamodule)
+        subject = Subject.of_run(trainer, trainer.state.stage or "fit", module)
         self.optimal_batch_size = find_batch_size(self._search, subject)

@@ -103,11 +103,9 @@ class BatchSizeScheduler(GradientAccumulation):
                 )
 
     def _check_machines(self, samples: int, machines: range) -> None:
-        """Raises if some number of machines does not fit, before such a number meets.
+        """Raises if some number of the launch's machines does not fit, before such a number meets.
 
-        Args:
-            samples: the samples in one batch of all ranks of a machine.
-            machines: the numbers of machines of the launch.
+        `samples` are those in one batch of all ranks of a machine.
         """
         for size in self.scheduling.values():
             fits = [count for count in machines if size % (count * samples) == 0]

@@ -250,7 +250,6 @@ class EarlyStopping(Callback):
 
 
 def validates(trainer: Trainer) -> bool:
-    """Returns True if the fit has validation batches."""
     return any(count != 0 for count in trainer.num_val_batches)
 
 

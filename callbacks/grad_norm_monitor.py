@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.logger import is_logged
 from leyden.core.checks import check_choice
 from leyden.core.errors import ConfigurationError
+from leyden.core.tree import widest_float
 from leyden.strategies.local_weights import local_part
 from leyden.trainer.engine.engine import needs_closure
 
@@ -109,13 +109,11 @@ class GradNormMonitor(Callback):
                     f"GradNormMonitor(after_clipping=True) does not support {type(optimizer).__name__}, which clips "
                     "several times within its step: leave after_clipping out."
                 )
-            self._hooks.callback(optimizer.register_step_pre_hook(partial(self._measure_clipped, trainer)).remove)
+            measure = partial(self._measure, f"{self.kind}_clipped", trainer)
+            self._hooks.callback(optimizer.register_step_pre_hook(measure).remove)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         self._measure(self.kind, trainer, optimizer)
-
-    def _measure_clipped(self, trainer: Trainer, optimizer: Optimizer, *_: Any) -> None:
-        self._measure(f"{self.kind}_clipped", trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -133,7 +131,7 @@ class GradNormMonitor(Callback):
         self._hooks.close()
 
     # norms ------------------------------------------------------------------------------------------------------------
-    def _measure(self, kind: str, trainer: Trainer, optimizer: Optimizer) -> None:
+    def _measure(self, kind: str, trainer: Trainer, optimizer: Optimizer, *_: Any) -> None:
         step, strategy = trainer.global_step + 1, trainer.strategy
         if not is_logged(trainer, step):
             return
@@ -143,12 +141,9 @@ class GradNormMonitor(Callback):
         # The number changes if a hook adds a parameter group.
         key = id(optimizer), len(parameters)
         if key not in self._parts:
-            self._parts[key] = _Parts.of(strategy, parameters, self._name)
+            self._parts[key] = _Parts.of(strategy, parameters, self._names)
         parts = self._parts[key]
         self._powers[kind, id(optimizer)] = parts.names, parts.powers(strategy, self.norm_type)
-
-    def _name(self, parameter: Tensor, index: int) -> str:
-        return self._names.get(id(parameter), f"parameter {index}")
 
     def _norms(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns the total norms and those of modules or parameters, by the names to log them under."""
@@ -182,24 +177,22 @@ class GradNormMonitor(Callback):
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parameters of an optimizer, on this rank and on all ranks.
-
-    Args:
-        local: the parameters to measure on this rank.
-        names: the names of the parameters on all ranks.
-        positions: the positions of this rank's parameters in `names`; None if this rank has all of them.
-        weights: the weight of this rank's part of each parameter, below 1 if several ranks hold the same part.
-    """
+    """The parameters of an optimizer, on this rank and on all ranks."""
 
     local: list[Tensor]
+    """The parameters to measure on this rank."""
     names: list[str]
+    """The names of the parameters on all ranks."""
     positions: Tensor | None
+    """The positions of this rank's parameters in `names`; None if this rank has all of them."""
     weights: Tensor | None
+    """The weight of this rank's part of each parameter, below 1 if several ranks hold the same part."""
 
     @classmethod
-    def of(cls, strategy: Strategy, parameters: Iterable[Tensor], name: Callable[[Tensor, int], str]) -> _Parts:
-        named = {id(parameter): name(parameter, index) for index, parameter in enumerate(parameters)}
-        local = strategy.counted(list(parameters))
+    def of(cls, strategy: Strategy, parameters: list[Tensor], known: dict[int, str]) -> _Parts:
+        """Returns the parts of an optimizer's parameters, given the names that are known, by `id`."""
+        named = {id(p): known.get(id(p), f"parameter {index}") for index, p in enumerate(parameters)}
+        local = strategy.counted(parameters)
         own_names = [named[id(parameter)] for parameter in local]
         if strategy.replicates or strategy.ranks.world_size == 1:
             return cls(local, own_names, None, None)
@@ -216,7 +209,7 @@ class _Parts:
             local,
             list(held),
             torch.tensor([positions[own_name] for own_name in own_names], dtype=torch.long, device=device),
-            torch.tensor(weights, dtype=_widest_float(device), device=device),
+            torch.tensor(weights, dtype=widest_float(device), device=device),
         )
 
     def powers(self, strategy: Strategy, norm_type: float) -> Tensor:
@@ -235,7 +228,7 @@ class _Parts:
 
 def _local_norms(parameters: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Returns the norms of this rank's parts of gradients; 0 for a parameter without a gradient."""
-    zero = torch.zeros((), dtype=_widest_float(device), device=device)
+    zero = torch.zeros((), dtype=widest_float(device), device=device)
     result = [zero] * len(parameters)
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, parameter in enumerate(parameters):
@@ -320,7 +313,3 @@ def _sharded_gradient(parameter: Any) -> Any:
     if placements is not None and getattr(grad, "placements", placements) != placements:
         grad = grad.redistribute(placements=placements)
     return grad
-
-
-def _widest_float(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64

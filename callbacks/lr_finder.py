@@ -86,7 +86,5 @@ class LearningRateFinder(Callback):
                 f"LearningRateFinder runs on one process, and there are {trainer.world_size} ranks: call "
                 "Tuner(trainer).lr_find(module, …) before fit."
             )
-        passed = trainer.given_loaders
-        loaders = {"train_dataloaders": passed.get("train"), "val_dataloaders": passed.get("val")}
-        self.optimal_lr, rate = find_rate(self._search, Subject(trainer, "fit", module, loaders, trainer.datamodule))
+        self.optimal_lr, rate = find_rate(self._search, Subject.of_run(trainer, "fit", module))
         return rate

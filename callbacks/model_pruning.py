@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
@@ -304,7 +304,9 @@ class ModelPruning(Callback):
                 f"ModelPruning found nothing to prune: no module has a parameter named {self._parameter_names}. Set "
                 "parameter_names, or pass pairs of modules and names as parameters_to_prune."
             )
-        if not self._is_permanent and len(_names_of(module, unique)) > len(unique):
+        # A tied parameter has several names.
+        names = sum(id(parameter) in unique for _, parameter in module.named_parameters(remove_duplicate=False))
+        if not self._is_permanent and names > len(unique):
             raise ConfigurationError(
                 "ModelPruning(make_pruning_permanent=False) leaves torch's masks on the module, which would untie its "
                 "shared weights: leave the argument out."
@@ -338,12 +340,13 @@ class ModelPruning(Callback):
 
     def _same_on_all_ranks(self, masks: list[Tensor]) -> list[Tensor]:
         """Returns rank 0's masks if the method draws random numbers, since these differ between ranks."""
-        if self._trainer is None or self._trainer.world_size == 1 or self._method in _BY_VALUE:
+        if self._method in _BY_VALUE:
             return masks
         return [mask.to(own.device) for mask, own in zip(self._broadcast(masks), masks, strict=True)]
 
     def _broadcast(self, tensors: list[Tensor]) -> list[Tensor]:
-        assert self._trainer is not None
+        if self._trainer is None or self._trainer.world_size == 1:
+            return tensors
         return self._trainer.strategy.ranks.broadcast([tensor.cpu() for tensor in tensors])
 
     def _resampled(self) -> list[Tensor]:
@@ -355,8 +358,7 @@ class ModelPruning(Callback):
                 reset = getattr(new[id(part)], "reset_parameters", None)
                 if callable(reset):
                     reset()
-        values = [getattr(new[id(part)], name).detach() for part, name in self._parameters_to_prune]
-        return values if self._trainer is None or self._trainer.world_size == 1 else self._broadcast(values)
+        return self._broadcast([getattr(new[id(part)], name).detach() for part, name in self._parameters_to_prune])
 
     # logging ----------------------------------------------------------------------------------------------------------
     def _zeros(self) -> list[tuple[int, int]]:
@@ -471,12 +473,6 @@ def _check_amount(amount: Any) -> None:
 
 def _value_in(epoch: int, value: T | Callable[[int], T]) -> T:
     return value(epoch) if callable(value) else value
-
-
-def _names_of(module: nn.Module, parameters: Collection[int]) -> list[str]:
-    """Returns all names of the parameters with these ids; a tied parameter has several."""
-    every = module.named_parameters(remove_duplicate=False)
-    return [name for name, parameter in every if id(parameter) in parameters]
 
 
 def _whole(tensor: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,25 +37,20 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of `summarize`; `str()` returns it as a table.
+    """The result of `summarize`; `str()` returns it as a table."""
 
-    Attributes:
-        layers: a row for each submodule, down to the requested depth.
-        total_parameters: the number of elements of all parameters; shared ones count once.
-        trainable_parameters: the number of elements of the parameters that require a gradient.
-        model_bytes: the memory of the parameters in their dtypes.
-        modules_in_train_mode: the number of submodules in train mode, at any depth.
-        modules_in_eval_mode: the number of submodules in eval mode, at any depth.
-        uninitialized: the number of lazy modules' parameters, whose size is unknown before the first batch.
-    """
-
-    layers: list[LayerSummary] = field(default_factory=list)
-    total_parameters: int = 0
-    trainable_parameters: int = 0
-    model_bytes: int = 0
-    modules_in_train_mode: int = 0
-    modules_in_eval_mode: int = 0
-    uninitialized: int = 0
+    layers: list[LayerSummary]
+    """A row for each submodule, down to the requested depth."""
+    total_parameters: int
+    """The number of elements of all parameters; shared ones count once."""
+    trainable_parameters: int
+    model_bytes: int
+    """The memory of the parameters in their dtypes."""
+    modules_in_train_mode: int
+    """Of submodules at any depth."""
+    modules_in_eval_mode: int
+    uninitialized: int
+    """The number of lazy modules' parameters, whose size is unknown before the first batch."""
 
     def __str__(self) -> str:
         lines: list[str] = []
@@ -217,7 +212,6 @@ def undisturbed(module: nn.Module, inputs: Any) -> Iterator[Any]:
 
 
 def check_depth(max_depth: int) -> None:
-    """Raises ConfigurationError for an invalid depth."""
     if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
         raise ConfigurationError(
             f"max_depth={max_depth!r}: give the number of levels to show, 0 for totals only, or -1 for all."

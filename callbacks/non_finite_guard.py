@@ -173,7 +173,7 @@ class NonFiniteGuard(Callback):
         if trainer.is_global_zero:
             warn(
                 f"step {step} (epoch {epoch}, batch {batch_idx}) had gradients that were not finite.{samples} The run "
-                f"is rolled back to {path} and continues with the next batch.",
+                f"is rolled back to {path} and continues with the next batch."
             )
 
     def go_back(self, state: dict[str, Any], step: int) -> None:

@@ -52,12 +52,9 @@ def _allows_tf32() -> bool:
 
 
 def peak_of(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Returns the peak rate of a device by its name; None if unknown, as for a slice of a GPU (MIG).
+    """Returns the peak rate of a device by its name in torch or nvidia-smi; None if unknown, as for a slice (MIG).
 
-    Args:
-        name: the device's name, as reported by torch or nvidia-smi.
-        dtype: the dtype of matrix products.
-        tf32: whether float32 products may be rounded to TF32.
+    `tf32` tells whether float32 products may be rounded to TF32.
 
     Example:
         >>> peak_of("NVIDIA H100 80GB HBM3", torch.bfloat16)

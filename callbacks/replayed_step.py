@@ -29,11 +29,8 @@ Measured: TypeAlias = tuple[bool, dict[str, float]]
 class ReplayedStep(Callback):
     """Reports on one step (its samples, losses and gradients, and the resulting weights), then ends the process.
 
-    The report is first written once the gradients are known, so it exists even if the step raises an error.
-
-    Args:
-        step: the step to report on, from 1.
-        report: the JSON file to write.
+    The report, a JSON file, is first written once the gradients are known, so it exists even if the step raises an
+    error. Steps count from 1.
     """
 
     # Before all other callbacks, such as a guard that ends the run or clears gradients.

@@ -160,12 +160,7 @@ def _masked(name: str, text: str) -> str:
 
 
 class _Texts:
-    """Stands in for a parser on a spawned rank.
-
-    Args:
-        text: the whole configuration, as dumped by the parser.
-        texts: the texts of the files to save, by name.
-    """
+    """Stands in for a parser on a spawned rank, with the text that it dumps and the texts of the files, by name."""
 
     def __init__(self, text: str, texts: dict[str, str]) -> None:
         self.text, self.texts = text, texts
@@ -175,13 +170,10 @@ class _Texts:
 
 
 def _set_aside(whole: Path, changed: list[Path], has_parts: bool, is_allowed: bool) -> None:
-    """Renames the configuration in the folder, together with the parts that it refers to.
+    """Renames a configuration's main file, `whole`, whose `changed` files are about to be replaced, and its parts.
 
-    Args:
-        whole: the main file of the configuration.
-        changed: the existing files that are about to be replaced.
-        has_parts: whether there may be several files.
-        is_allowed: whether the files may be replaced; if not, an error is raised.
+    Raises:
+        ConfigurationError: if the files may not be replaced.
     """
     if not is_allowed or not whole.exists():
         kind = "the configuration of another run" if whole.exists() else "not part of a saved configuration"

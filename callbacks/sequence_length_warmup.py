@@ -149,7 +149,6 @@ class SequenceLengthWarmup(Callback):
 
 
 def _sequence_length(tensors: list[Tensor], batch: str) -> int:
-    """Returns the sequence length of a batch."""
     sequences = [tensor for tensor in tensors if tensor.dim() > 1]
     if not sequences:
         raise ConfigurationError(
@@ -194,12 +193,7 @@ def _has_fractions(tensor: Tensor) -> bool:
 
 
 class _NamedTruncation:
-    """Truncates named entries in the mappings and dataclasses of a batch.
-
-    Args:
-        keys: the names of the entries.
-        length: the length to truncate them to.
-    """
+    """Truncates the entries with these names, in the mappings and dataclasses of a batch, to a length."""
 
     def __init__(self, keys: frozenset[str], length: int) -> None:
         self.keys, self.length = keys, length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -154,13 +155,23 @@ class SpikeDetection(Callback):
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        self._read(state)
-        self._read_batches(state)
+        SpikeDetection.load_state_dict(copy.copy(self), state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        losses, self._last_loss, self._checked, self.bad_batches = self._read(state)
+        saved = SavedState(state)
+        losses = [SavedState({"loss": loss}, "losses").number("loss") for loss in saved.items("losses")]
         self._losses = deque(losses, maxlen=self.window)
-        self._copying, self._to_exchange, self._last_of_previous_epoch = self._read_batches(state)
+        self._last_loss = None if saved.is_none("last") else saved.number("last")
+        self._checked = saved.integer("seen", least=0)
+        bad = [SavedState({"batch": index}, "bad_batches").integer("batch") for index in saved.items("bad_batches")]
+        self.bad_batches = bad
+        self._copying = None if saved.is_none("next") else _Batch.of(saved.nested("next"))
+        self._to_exchange = None if saved.is_none("asked") else _Batch.of(saved.nested("asked"))
+        self._last_of_previous_epoch = None
+        if not saved.is_none("former"):
+            former = SavedState(dict(enumerate(saved.items("former"))), "former")
+            epoch, batch = (former.integer(key, least=0) for key in (0, 1))  # type: ignore[arg-type]
+            self._last_of_previous_epoch = epoch, batch
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
         """Discards the exchange in flight, which concerns a batch that is undone, and loads the state."""
@@ -169,22 +180,6 @@ class SpikeDetection(Callback):
             self._exchanging[1]()
         self._exchanging, self._copying = None, None
         super().go_back(state, step)
-
-    def _read(self, state: dict[str, Any]) -> tuple[list[float], float | None, int, list[int]]:
-        saved = SavedState(state)
-        losses = [SavedState({"loss": loss}, "losses").number("loss") for loss in saved.items("losses")]
-        last = None if saved.is_none("last") else saved.number("last")
-        bad = [SavedState({"batch": index}, "bad_batches").integer("batch") for index in saved.items("bad_batches")]
-        return losses, last, saved.integer("seen", least=0), bad
-
-    def _read_batches(self, state: dict[str, Any]) -> tuple[_Batch | None, _Batch | None, tuple[int, int] | None]:
-        saved = SavedState(state)
-        batches = [None if saved.is_none(name) else _Batch.of(saved.nested(name)) for name in ("next", "asked")]
-        if saved.is_none("former"):
-            return batches[0], batches[1], None
-        former = SavedState(dict(enumerate(saved.items("former"))), "former")
-        epoch, batch = (former.integer(key, least=0) for key in (0, 1))  # type: ignore[arg-type]
-        return batches[0], batches[1], (epoch, batch)
 
     # hooks ------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:

@@ -136,7 +136,7 @@ class StragglerMonitor(Callback):
         self._begin_untimed()
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Optimizer):
-                self._handles.append(optimizer.register_step_post_hook(self._end_step))
+                self._handles.append(optimizer.register_step_post_hook(lambda *_: self._lap(STEP)))
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         for handle in self._handles:
@@ -202,9 +202,6 @@ class StragglerMonitor(Callback):
         else:
             self._lap(BACKWARD)
 
-    def _end_step(self, *_: Any) -> None:
-        self._lap(STEP)
-
     def _lap(self, part: int) -> None:
         now = self._clock()
         self._batch[part] += now - self._mark
@@ -235,11 +232,9 @@ class StragglerMonitor(Callback):
             log_to_all(trainer, values, step)
 
     def _compare(self, sums: Tensor, steps: int) -> list[str]:
-        """Takes the ranks' times since the last exchange; returns a sentence for each rank that is newly named.
+        """Takes the ranks' times in the steps since the last exchange; returns a sentence for each newly named rank.
 
-        Args:
-            sums: seconds by part, and the number of batches: shape (ranks, 5). A rank without a batch is left out.
-            steps: the number of steps since the last exchange.
+        The sums are seconds by part, and the number of batches: (ranks, 5). A rank without a batch is left out.
         """
         self._times = sums[:, :BATCHES] / sums[:, BATCHES:]  # (ranks, 4)
         totals = self._times.sum(1)

@@ -116,7 +116,7 @@ class ThroughputMonitor(Callback):
         if not trainer.loggers and not self.prog_bar and not trainer.fast_dev_run and trainer.is_global_zero:
             warn(
                 "ThroughputMonitor has no logger to write to: its values are only in trainer.callback_metrics. Use "
-                "Trainer(logger=True), or remove the callback.",
+                "Trainer(logger=True), or remove the callback."
             )
         self._stages |= {name: _StageCounts(self.window_size) for name in self._stages if name != "train"}
         dtype = _compute_dtype(trainer)
@@ -265,12 +265,7 @@ class _Batch:
 
 @dataclass
 class _StageCounts:
-    """The totals and the window of recent batches of a stage.
-
-    Args:
-        size: the number of batches in the window.
-        totals: the totals to continue.
-    """
+    """The totals and the window of recent batches of a stage."""
 
     size: int
     totals: _Totals = field(default_factory=_Totals)

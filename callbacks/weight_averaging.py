@@ -85,7 +85,7 @@ class WeightAveraging(ExchangesWeights):
             self._pending_state = None
             warn(
                 f"{type(self).__name__} starts new averages: restore= leaves out the weights, and in this checkpoint "
-                "they are the averages.",
+                "they are the averages."
             )
 
     def on_train_batch_end(

@@ -115,7 +115,7 @@ class WeightDigests(Callback):
         file = DigestFile.begin(folder)
         warn(
             f"{folder / place.file} is not the digest file that the resumed run wrote: {file.path} begins after step "
-            f"{trainer.global_step}.",
+            f"{trainer.global_step}."
         )
         return file
 

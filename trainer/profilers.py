@@ -471,7 +471,7 @@ class PyTorchProfiler(Profiler):
             # torch keeps pointers to the names of functions that may have been freed (pytorch issue 136040).
             warn(
                 "torch cannot read the recorded stacks, because some of their functions no longer exist. Record later "
-                "steps with schedule=torch.profiler.schedule(wait=…, …), or omit with_stack.",
+                "steps with schedule=torch.profiler.schedule(wait=…, …), or omit with_stack."
             )
 
     def _write(self, profile: Any) -> None:

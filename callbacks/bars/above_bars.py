@@ -13,11 +13,8 @@ from typing import Any
 class AboveBars:
     """Stands in for a terminal stream while bars are on the screen, and shows its text line by line above them.
 
-    An unfinished line is buffered until its end or a `flush`, as on a terminal.
-
-    Args:
-        stream: the terminal stream. All other attributes and methods are forwarded to it.
-        show: writes text above the bars. It takes the stream and the text.
+    An unfinished line is buffered until its end or a `flush`, as on a terminal. Other attributes and methods are those
+    of the stream. `show` takes the stream and the text, and writes it above the bars.
     """
 
     def __init__(self, stream: Any, show: Callable[[Any, str], None]) -> None:
@@ -39,7 +36,6 @@ class AboveBars:
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
-        """Writes several strings."""
         for line in lines:
             self.write(line)
 
@@ -86,10 +82,8 @@ class AboveBars:
 class ReplacedStreams:
     """Makes all terminal output appear above the bars, until `end`.
 
-    It replaces `sys.stdout` and `sys.stderr`, if they are terminals, and the streams of `logging` handlers.
-
-    Args:
-        show: writes text above the bars. It takes the stream and the text.
+    It replaces `sys.stdout` and `sys.stderr`, if they are terminals, and the streams of `logging` handlers, by
+    AboveBars that write with `show`.
     """
 
     def __init__(self, show: Callable[[Any, str], None]) -> None:

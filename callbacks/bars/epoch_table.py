@@ -46,7 +46,6 @@ class EpochTable:
             self._add("start", trainer)
 
     def end_epoch(self, trainer: Trainer) -> None:
-        """Adds the row of an epoch."""
         self._add(str(trainer.current_epoch), trainer)
         self._passes = trainer.progress.validations
 

@@ -28,18 +28,7 @@ NEVER = math.inf
 
 
 class PacedProgressBar(ProgressBar, ABC):
-    """Base class for Leyden's own bars. It decides when to draw; subclasses decide how.
-
-    A bar is drawn at most ten times a second, and metrics are read back from the device only then. Between drawings, a
-    batch costs one reading of the clock. If nothing can be redrawn (a log file, a batch job), the bar prints plain
-    lines.
-
-    Args:
-        refresh_rate: minimum number of batches between redraws; 0 hides the bar.
-
-    Raises:
-        ConfigurationError: if `refresh_rate` is negative.
-    """
+    """Base class for Leyden's bars. It decides when to draw, as TQDMProgressBar describes; subclasses decide how."""
 
     def __init__(self, refresh_rate: int = 1) -> None:
         check_whole(type(self).__name__, 0, refresh_rate=refresh_rate)
@@ -278,7 +267,6 @@ def draw_timed(draw: Callable[..., None], *args: Any) -> float:
 
 
 def in_notebook() -> bool:
-    """Returns True in a notebook kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in getattr(shell, "config", {})

@@ -27,11 +27,7 @@ SPEED_SECONDS = 120.0
 class RichScreen(Progress):
     """Rich's progress display, which is drawn only on request, in a notebook too.
 
-    Args:
-        console: the console to draw on.
-        columns: the columns of each bar.
-        style: the style of the metrics.
-        is_transient: whether `stop` clears the bars from the screen.
+    `style` is that of the metrics. `stop` clears transient bars from the screen.
     """
 
     def __init__(self, console: Console, columns: list[ProgressColumn], style: str | Style, is_transient: bool) -> None:
@@ -123,12 +119,7 @@ class RichScreen(Progress):
 
 
 class TaskText(ProgressColumn):
-    """A column of text in one line.
-
-    Args:
-        text: a function that returns the text of a task.
-        style: its style.
-    """
+    """A column of text in one line, which a function returns for a task."""
 
     def __init__(self, text: Callable[[Task], str], style: str | Style) -> None:
         super().__init__(Column(no_wrap=True))

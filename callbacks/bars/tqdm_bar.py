@@ -292,11 +292,7 @@ def notebook_bar() -> type[Any]:
     class NotebookBar(tqdm):  # type: ignore[misc, unused-ignore]
         """A bar that redraws one notebook display in place.
 
-        Args:
-            *args: positional arguments for tqdm.
-            free: empty displays of earlier bars; the bar takes the last one.
-            is_reused: whether the bar returns its display to `free` once it is closed and empty.
-            **options: keyword arguments for tqdm.
+        It takes the last of the `free` displays of earlier bars, and returns one that `is_reused` once it is empty.
         """
 
         def __init__(self, *args: Any, free: list[Any], is_reused: bool, **options: Any) -> None:

@@ -24,14 +24,10 @@ if TYPE_CHECKING:
 
 
 class FolderStorage:
-    """Identifies and deletes old checkpoints, in folders and in buckets."""
+    """Identifies and deletes old checkpoints, in folders and in buckets. Methods that fail raise CheckpointError."""
 
     def identity(self, path: str) -> str | None:
-        """Returns a text that tells checkpoints of the same name apart; None if there is no checkpoint.
-
-        Raises:
-            CheckpointError: if its manifest cannot be read.
-        """
+        """Returns a text that tells checkpoints of the same name apart; None if there is no checkpoint."""
         return identity(read_manifest(place_of(path, "path"))) if self.is_taken(path) else None
 
     def exists(self, path: str) -> bool:
@@ -43,11 +39,7 @@ class FolderStorage:
         return is_taken(path)
 
     def make(self, folder: str) -> None:
-        """Creates the folder of checkpoints. In a bucket, checks that it can be listed.
-
-        Raises:
-            CheckpointError: if that fails.
-        """
+        """Creates the folder of checkpoints. In a bucket, checks that it can be listed."""
         place = place_of(folder, "dirpath")
         try:
             if isinstance(place, BucketPath):
@@ -58,20 +50,11 @@ class FolderStorage:
             raise CheckpointError(place, f"cannot be created ({error.strerror or error}). Change dirpath.") from error
 
     def delete(self, path: str) -> None:
-        """Deletes a checkpoint.
-
-        Raises:
-            CheckpointError: if it cannot be deleted.
-        """
         delete(path)
 
 
 class PluginStorage(FolderStorage):
-    """Deletes old checkpoints through the plugin that stored them, wherever they are.
-
-    Args:
-        plugin: the CheckpointIO plugin of the run.
-    """
+    """Deletes old checkpoints through the plugin that stored them, wherever they are."""
 
     def __init__(self, plugin: CheckpointIO) -> None:
         self._plugin = plugin
@@ -105,24 +88,19 @@ def storage_of(trainer: Trainer) -> FolderStorage:
 
 @dataclass
 class BackgroundSave:
-    """An asynchronous save of a ModelCheckpoint.
-
-    Attributes:
-        save: the Trainer's pending save.
-        path: the path that the save was started with.
-        ranking_before: the ranking without this checkpoint, restored if the save fails.
-        to_delete: path → identity of the checkpoints to delete after the commit; later, of those not deleted.
-        link: the symlink to point to the checkpoint; None for no symlink.
-        is_keeper: whether this rank links and deletes.
-        storage: the storage of the checkpoints.
-    """
+    """An asynchronous save of a ModelCheckpoint."""
 
     save: PendingSave
     path: str
+    """The path that the save was started with."""
     ranking_before: Mapping[str, Any]
+    """The ranking without this checkpoint, restored if the save fails."""
     to_delete: dict[str, str | None]
+    """Path → identity of the checkpoints to delete after the commit; later, of those not deleted."""
     link: Path | None
+    """The symlink to point to the checkpoint."""
     is_keeper: bool
+    """Whether this rank links and deletes."""
     storage: FolderStorage
 
     def finish(self, written: Place) -> None:
@@ -133,13 +111,7 @@ class BackgroundSave:
 def after_commit(
     written: str, link: Path | None, to_delete: Mapping[str, str | None], storage: FolderStorage
 ) -> dict[str, str | None]:
-    """Links the new checkpoint, then deletes old ones.
-
-    Args:
-        written: the path of the new checkpoint.
-        link: the symlink to point to it; None for no symlink.
-        to_delete: path → identity of the old checkpoints.
-        storage: the storage of the checkpoints.
+    """Points the link to the new checkpoint, then deletes old ones, given as path → identity.
 
     Returns:
         The checkpoints that could not be deleted. The next save tries again.

@@ -26,11 +26,7 @@ def metrics_in(template: str) -> set[str]:
 
 
 def check_template(template: object) -> None:
-    """Checks that a template can become a checkpoint's name, or a path to it.
-
-    Raises:
-        ConfigurationError: if the template is empty, leads out of its folder, or has an invalid field.
-    """
+    """Raises ConfigurationError for a template that is empty, leads out of its folder, or has an invalid field."""
     if not isinstance(template, str) or not template:
         raise ConfigurationError(
             f"filename={template!r}: use a template such as '{{epoch}}-{{val_loss:.2f}}', or None."
@@ -81,11 +77,7 @@ class NameStyle:
     extension: str = ""
 
     def check(self, template: object) -> None:
-        """Checks that separators, extension and template make valid checkpoint names.
-
-        Raises:
-            ConfigurationError: names the invalid one.
-        """
+        """Raises ConfigurationError if separators, extension and template do not make valid checkpoint names."""
         names = {"CHECKPOINT_EQUALS_CHAR": self.equals or "", "CHECKPOINT_JOIN_CHAR": self.join}
         for name, value in {**names, "FILE_EXTENSION": self.extension}.items():
             if not isinstance(value, str) or "/" in value or "\\" in value:
@@ -94,14 +86,9 @@ class NameStyle:
         self.check_length(str(template))
 
     def check_length(self, template: str, folder: str | os.PathLike[str] | None = None) -> None:
-        """Checks that the names of checkpoints are short enough for the file system, including a version.
+        """Raises ConfigurationError if names, including a version, are too long for the file system of a folder.
 
-        Args:
-            template: the template of the names.
-            folder: the existing folder of the checkpoints; None for the limit of common file systems.
-
-        Raises:
-            ConfigurationError: if a name is too long.
+        Without an existing folder, the limit is that of common file systems.
         """
         values = {name: 10**6 if name in COUNTERS else -0.123456 for name, _ in _FIELD.findall(template)}
         for part in self.numbered(self.name(template, values), 10).split("/"):
@@ -122,10 +109,7 @@ class NameStyle:
 def format_name(template: str, values: Mapping[str, float], equals: str | None = "=") -> str:
     """Fills in a template. A metric that was not logged is written as `none`, with a warning.
 
-    Args:
-        template: a template such as "{epoch}-{val_loss:.2f}".
-        values: the value of each field by name, including "epoch" and "step".
-        equals: the separator between the name of a field and its value; None writes the value alone.
+    `equals` separates the name of a field from its value; None writes the value alone.
 
     Example:
         >>> format_name("{epoch}-{val/loss:.2f}", {"epoch": 3, "val/loss": 0.25})
@@ -137,9 +121,8 @@ def format_name(template: str, values: Mapping[str, float], equals: str | None =
         if name in values:
             text = format(values[name], spec)
         else:
-            warn(
-                f"the checkpoint's filename {template!r} names {name!r}, which was not logged. {nearest(name, values)}",
-            )
+            hint = nearest(name, values)
+            warn(f"the checkpoint's filename {template!r} names {name!r}, which was not logged. {hint}")
             text = "none"
         # Only slashes of the template itself separate folders.
         return re.sub(r"[/\\]", "_", text if equals is None else f"{name}{equals}{text}")

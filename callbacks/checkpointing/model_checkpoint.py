@@ -185,12 +185,7 @@ class ModelCheckpoint(Callback):
     def save_below(self, bucket: BucketPath | None, local_root: str) -> None:
         """Saves below a folder in a bucket, the Trainer's `default_root_dir`, if there is no `dirpath`.
 
-        Args:
-            bucket: the folder in a bucket; None without one.
-            local_root: the folder for the local files of the Trainer's runs.
-
-        Raises:
-            ConfigurationError: for `local_copy=True` if checkpoints do not go to a bucket.
+        `local_root` is the folder for the local files of the Trainer's runs.
         """
         self._bucket, self._copies = bucket, os.path.abspath(os.path.join(local_root, COPIES))
         folder = self.folder_below("")
@@ -298,7 +293,7 @@ class ModelCheckpoint(Callback):
         if saved.previous_folder is not None:
             warn(
                 f"earlier checkpoints of this run are in {saved.previous_folder}, and new ones go to {self.dirpath}. "
-                "The earlier ones are neither ranked nor deleted.",
+                "The earlier ones are neither ranked nor deleted."
             )
         self.best_model_path = saved.best_model_path
         self.best_model_score = score_of(saved.best_model_score)
@@ -316,7 +311,7 @@ class ModelCheckpoint(Callback):
         if unread:
             warn(
                 f"{', '.join(unread)} left the ranking, but could not be read then, and may be another run's by now. "
-                "Delete what you do not need.",
+                "Delete what you do not need."
             )
         self._saved_step, self._saved_batch = saved.saved_step, saved.saved_batch
         self._seen_step = 0
@@ -466,10 +461,8 @@ class ModelCheckpoint(Callback):
     def finish_saves(self, trainer: Trainer, event: str, owes: bool) -> None:
         """Links, deletes and saves what a kill prevented after the commit of the checkpoint that this run resumes.
 
-        Args:
-            trainer: the Trainer of the run, fully restored.
-            event: the hook that saved the checkpoint.
-            owes: True if a ModelCheckpoint saved it; others may have been due after it.
+        The event is the hook that saved the checkpoint. If a ModelCheckpoint saved it, others may have been due after
+        it, and the run owes their saves.
         """
         values = self._values(trainer) if self.save_last else {}
         if self._ranks(trainer).is_keeper:
@@ -491,11 +484,8 @@ class ModelCheckpoint(Callback):
     ) -> None:
         """Saves a checkpoint unless it would not be kept, or this batch already has one.
 
-        Args:
-            trainer: the Trainer of the run.
-            may_rank: whether the checkpoint may enter the ranking.
-            asynchronous: overrides the callback's `asynchronous`; None keeps it.
-            is_own: returns True for an existing checkpoint that this very save wrote before a kill.
+        `asynchronous` overrides the callback's own. `is_own` returns True for an existing checkpoint that this very
+        save wrote before a kill.
         """
         if trainer.fast_dev_run or self.has_saved(trainer):
             return

@@ -75,16 +75,9 @@ def can_save_after(trainer: Trainer, exception: BaseException) -> bool:
 
 
 def save_after(trainer: Trainer, path: str, exception: BaseException, weights_only: bool = False) -> Place | None:
-    """Saves a failed run if possible. An error during the save becomes a warning, so the original error is not hidden.
+    """Saves a failed run if possible, and returns the path written, or None.
 
-    Args:
-        trainer: the Trainer of the run.
-        path: the path of the checkpoint.
-        exception: the exception that ended the run. After a CheckpointError nothing is saved.
-        weights_only: as in `Trainer.save_checkpoint`.
-
-    Returns:
-        The path written, or None.
+    An error during the save becomes a warning, so the original error is not hidden.
     """
     if not can_save_after(trainer, exception):
         return None

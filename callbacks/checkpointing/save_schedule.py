@@ -31,15 +31,7 @@ def check_arguments(monitor: Any, mode: Any, save_top_k: Any, save_last: Any) ->
 class SaveSchedule:
     """When a ModelCheckpoint saves: every few steps, every few epochs, or after some time.
 
-    Args:
-        every_n_train_steps: as for ModelCheckpoint.
-        every_n_epochs: as for ModelCheckpoint.
-        train_time_interval: as for ModelCheckpoint.
-        save_on_train_epoch_end: as for ModelCheckpoint.
-        ranks_by_metric: True if the ModelCheckpoint has a `monitor`.
-
-    Raises:
-        ConfigurationError: if an argument is invalid, or if more than one of the first three is given.
+    The arguments are those of ModelCheckpoint, and whether it has a `monitor`.
 
     Attributes:
         steps: steps between saves; 0 for never.
@@ -55,8 +47,7 @@ class SaveSchedule:
         save_on_train_epoch_end: bool | None,
         ranks_by_metric: bool,
     ) -> None:
-        given = triggers(every_n_train_steps, every_n_epochs, train_time_interval)
-        self.steps, self.epochs, self.seconds = given
+        self.steps, self.epochs, self.seconds = triggers(every_n_train_steps, every_n_epochs, train_time_interval)
         self._on_train_epoch_end, self._ranks_by_metric = save_on_train_epoch_end, ranks_by_metric
         self._time_flag: Callable[[], list[bool]] | None = None
         """Returns rank 0's decision, at the end of the previous window, whether a save is due by time."""
@@ -85,12 +76,7 @@ class SaveSchedule:
         return self.epochs > 0 and (trainer.progress.epoch + 1) % self.epochs == 0
 
     def is_due_by_step(self, trainer: Trainer, saved_at: float | None) -> bool:
-        """Returns True if a save by steps or by time is due after the current step.
-
-        Args:
-            trainer: the Trainer of the run.
-            saved_at: the time of the last save, by `time.monotonic`.
-        """
+        """Returns True if a save by steps or by time since `saved_at`, of `time.monotonic`, is due after this step."""
         if self.steps:
             return trainer.global_step % self.steps == 0
         if self.seconds is None or saved_at is None:

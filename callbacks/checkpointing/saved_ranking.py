@@ -19,36 +19,27 @@ from leyden.core.saved_state import SavedState, brief
 
 @dataclass(frozen=True, slots=True)
 class SavedRanking:
-    """The saved state of a ModelCheckpoint, with names resolved to current paths.
-
-    Attributes:
-        previous_folder: the folder of the earlier checkpoints, if the run now saves in another one; else None.
-        best_model_path: the best checkpoint; "" if there is none.
-        last_model_path: the newest checkpoint; "" if there is none.
-        ranked: path → score of the checkpoints kept for their score.
-        recent: the checkpoints kept because they are the newest.
-        to_delete: path → identity of the checkpoints to delete.
-    """
+    """The saved state of a ModelCheckpoint, with names resolved to current paths."""
 
     previous_folder: str | None = None
+    """The folder of the earlier checkpoints, if the run now saves in another one."""
     best_model_path: str = ""
     best_model_score: float | None = None
     current_score: float | None = None
     last_model_path: str = ""
     ranked: Mapping[str, float] = field(default_factory=dict)
+    """Path → score of the checkpoints kept for their score."""
     recent: tuple[str, ...] = ()
+    """The checkpoints kept because they are the newest."""
     to_delete: Mapping[str, str | None] = field(default_factory=dict)
+    """Path → identity of the checkpoints to delete."""
     saved_step: int = -1
     saved_batch: int = -1
     seconds_since_save: float | None = None
 
 
 def read_ranking(state: Mapping[str, Any], folder: str | None) -> SavedRanking:
-    """Reads the state that a ModelCheckpoint saved.
-
-    Args:
-        state: a state from a checkpoint. It is untrusted: its paths must lie inside the folder.
-        folder: the checkpoint folder of the current run.
+    """Reads the state that a ModelCheckpoint saved. It is untrusted: its paths must lie inside the run's folder.
 
     Raises:
         StateError: names an entry that ModelCheckpoint cannot have written.
@@ -105,16 +96,10 @@ def write_scores(scores: Mapping[str, Tensor], path: str | os.PathLike[str] | No
 
 
 class _Paths:
-    """Resolves the names in a saved state to paths in the current checkpoint folder.
-
-    Args:
-        folder: the checkpoint folder of the current run.
-        saved_folder: the folder at the time of the save.
-    """
+    """Resolves the names in a state, saved when checkpoints went to `saved_folder`, to paths in the current folder."""
 
     def __init__(self, folder: str | None, saved_folder: str | None) -> None:
-        self._folder = folder
-        self._saved_folder = saved_folder
+        self._folder, self._saved_folder = folder, saved_folder
 
     def path(self, saved: SavedState, key: str, name: Any) -> str:
         """Returns the path of a name. Earlier versions saved absolute paths, which must lie in the folder."""
@@ -168,7 +153,6 @@ def _score(saved: SavedState, key: str) -> float | None:
 
 
 def best_of(scores: Mapping[str, Tensor], mode: str) -> str:
-    """Returns the path with the best score."""
     return (min if mode == "min" else max)(scores, key=lambda path: float(scores[path]))
 
 

@@ -15,27 +15,19 @@ from leyden.core.errors import LeydenError
 from leyden.core.rank_zero import warn
 
 
-def _nothing() -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An upload to perform.
-
-    Attributes:
-        what: a description of the upload, for error messages.
-        run: the function that performs the upload.
-        end: a callback for when the upload has succeeded, failed, or been abandoned.
-        is_needed: whether a failure is an error; otherwise it is a warning.
-    """
+    """An upload to perform."""
 
     what: str
+    """A description of the upload, for error messages."""
     run: Callable[[], None]
-    end: Callable[[], None] = _nothing
+    end: Callable[[], None] = lambda: None
+    """Called when the upload has succeeded, failed, or been abandoned."""
     is_needed: bool = True
+    """Whether a failure is an error; otherwise it is a warning."""
 
     def carry_out(self) -> None:
-        """Performs the upload."""
         try:
             self.run()
         finally:
@@ -45,8 +37,7 @@ class Task:
 class BackgroundUploads:
     """Performs uploads in a background thread, in order. The thread lives only while there is work.
 
-    Args:
-        owner: the class name of the logger, for error messages.
+    Error messages name the owner, the class of the logger.
     """
 
     def __init__(self, owner: str) -> None:
@@ -62,7 +53,6 @@ class BackgroundUploads:
         return type(self), (self._owner,)
 
     def put(self, task: Task) -> None:
-        """Adds a task."""
         with self._changed:
             self._tasks.append(task)
             if not self._is_running:
@@ -70,19 +60,13 @@ class BackgroundUploads:
                 threading.Thread(target=self._work, name="leyden-uploads", daemon=True).start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Waits until all uploads have finished.
-
-        Args:
-            seconds: timeout after which the remaining uploads are abandoned with a warning; None for no timeout.
-        """
+        """Waits until all uploads have finished. After a timeout, the remaining ones are abandoned with a warning."""
         with self._changed:
             if self._changed.wait_for(lambda: not self._is_running, seconds):
                 return
             abandoned = list(self._tasks)
             self._tasks.clear()
-        warn(
-            f"{self._owner} did not upload {', '.join(task.what for task in abandoned)}: the run was interrupted.",
-        )
+        warn(f"{self._owner} did not upload {', '.join(task.what for task in abandoned)}: the run was interrupted.")
         # The first one is in progress, and ends with the process.
         for task in abandoned[1:]:
             task.end()
@@ -90,8 +74,7 @@ class BackgroundUploads:
     def report(self, raises: bool) -> None:
         """Reports the uploads that failed since the last call.
 
-        Args:
-            raises: False to only warn, when another error already ends the run.
+        It only warns if another error already ends the run.
 
         Raises:
             LeydenError: for the first failed task with `is_needed`.
@@ -116,14 +99,12 @@ class BackgroundUploads:
                     self._changed.notify_all()
                     return
                 task = self._tasks[0]
-            failure: Exception | None = None
             try:
                 task.carry_out()
             except Exception as error:
-                failure = error
+                with self._changed:
+                    self._failed.append((task, error))
             with self._changed:
-                if failure is not None:
-                    self._failed.append((task, failure))
                 if self._tasks and self._tasks[0] is task:
                     self._tasks.popleft()
 
@@ -131,14 +112,8 @@ class BackgroundUploads:
 class LinkedCopy:
     """A copy of a checkpoint made of hard links: it takes no disk space, and outlives the checkpoint.
 
-    The copy lies next to the checkpoint, under a temporary name. Readers ignore it, and it is swept once its process
-    has ended.
-
-    Args:
-        checkpoint: the folder of the checkpoint.
-
-    Attributes:
-        path: the folder of the copy.
+    The copy lies next to the checkpoint, at `path`, a temporary name. Readers ignore it, and it is swept once its
+    process has ended.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
@@ -153,7 +128,6 @@ class LinkedCopy:
             raise
 
     def remove(self) -> None:
-        """Deletes the copy."""
         self._heartbeat.stop()
         shutil.rmtree(self.path, ignore_errors=True)
 

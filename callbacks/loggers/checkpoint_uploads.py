@@ -25,31 +25,23 @@ SETTINGS = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A checkpoint to upload.
-
-    Attributes:
-        path: the checkpoint folder.
-        name: the path relative to the ModelCheckpoint's folder, unique within the run.
-        aliases: "latest" for the newest checkpoint, "best" for the best one.
-        metadata: score, file name, and the ModelCheckpoint's settings, as plain values.
-    """
+    """A checkpoint to upload."""
 
     path: str
     name: str
+    """The path relative to the ModelCheckpoint's folder, unique within the run."""
     aliases: list[str]
+    """The newest checkpoint has "latest", the best one "best"."""
     metadata: dict[str, Any]
+    """Score, file name, and the ModelCheckpoint's settings, as plain values."""
 
 
 class CheckpointUploads:
     """Tracks which checkpoints a logger has uploaded and which are still pending.
 
-    Args:
-        log_model: "all" to upload each checkpoint as soon as it is saved. True to upload the checkpoints kept at the
-            end of a fit, or each one as soon as it is saved if the ModelCheckpoint keeps all. False to upload none.
-        owner: the class name of the logger, for error messages.
-
-    Raises:
-        ConfigurationError: if `log_model` has another value.
+    With `log_model="all"` it uploads each checkpoint as soon as it is saved; with True those kept at the end of a fit,
+    or each one as soon as it is saved if the ModelCheckpoint keeps all; with False none. Error messages name the owner,
+    the class of the logger.
     """
 
     def __init__(self, log_model: bool | Literal["all"], owner: str) -> None:
@@ -67,11 +59,7 @@ class CheckpointUploads:
         """Paths of uploaded checkpoints, by name."""
 
     def check(self, trainer: Trainer) -> None:
-        """Raises if checkpoints that would be uploaded are saved to a bucket.
-
-        Raises:
-            ConfigurationError: names the folder.
-        """
+        """Raises ConfigurationError if checkpoints that would be uploaded are saved to a bucket."""
         for checkpoint in trainer.checkpoint_callbacks if self._log_model else ():
             folder = place_of(checkpoint.folder_below(trainer.run_folder or "."), "dirpath")
             if isinstance(folder, BucketPath):

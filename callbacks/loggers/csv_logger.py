@@ -156,13 +156,7 @@ class CSVLogger(FolderLogger):
 
     @staticmethod
     def _rewrite(path: Path, columns: list[str], rows: int) -> None:
-        """Rewrites the file with more columns and only its first rows.
-
-        Args:
-            path: the file.
-            columns: all columns; the file's current ones come first.
-            rows: number of rows to keep.
-        """
+        """Rewrites the file with only its first rows, and with all columns, of which its current ones come first."""
         with staging.replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             writer = _writer(file)
             writer.writerow(columns)

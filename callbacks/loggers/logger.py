@@ -183,10 +183,8 @@ class Logger(Callback, ABC):
 class SavingLogger(Logger):
     """Base class for loggers that write to a folder.
 
-    Args:
-        save_dir: the root folder; None for the Trainer's `default_root_dir`, or the working directory without a
-            Trainer.
-        prefix: a prefix for metric names, joined with "-".
+    Without a `save_dir` it is the Trainer's `default_root_dir`, or the working directory if there is no Trainer. The
+    prefix of metric names is joined with "-".
     """
 
     def __init__(self, save_dir: str | os.PathLike[str] | None, prefix: str) -> None:
@@ -212,20 +210,11 @@ class FolderLogger(SavingLogger):
     folder, with its checkpoints; further loggers with the same `save_dir` and `name` share it. A small `run.json`
     inside identifies the run, so a resume never touches another run's folder.
 
-    Args:
-        save_dir: the root folder; None for the Trainer's `default_root_dir`, or the working directory without a
-            Trainer.
-        name: the folder between `save_dir` and the version; None or "" for none.
-        version: a number, or a string to use as the full folder name; None for the first free number.
-        prefix: a prefix for metric names, joined with "-".
+    A version is N, or a string that is the full name of the folder.
     """
 
     def __init__(
-        self,
-        save_dir: str | os.PathLike[str] | None = None,
-        name: str | None = "logs",
-        version: int | str | None = None,
-        prefix: str = "",
+        self, save_dir: str | os.PathLike[str] | None, name: str | None, version: int | str | None, prefix: str
     ) -> None:
         super().__init__(save_dir, prefix)
         self._name = name or ""
@@ -352,9 +341,8 @@ class FolderLogger(SavingLogger):
 
     def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
         """Writes `starts/<time>/run.json` to the run folder, and `diff.patch` if the code has uncommitted changes."""
-        if not self.is_writer:
-            return
-        write_start(Path(self._ensure_folder()), record, diff)
+        if self.is_writer:
+            write_start(Path(self._ensure_folder()), record, diff)
 
     def _forget(self) -> None:
         """Forgets what was written to another run's folder."""

@@ -17,11 +17,7 @@ GAP = 2
 
 
 def listed(items: Any, what: str) -> list[Any]:
-    """Returns media items as a list, splitting a batch of images along its first dimension.
-
-    Args:
-        items: a list or tuple of items; images may also come as one four-dimensional tensor or array.
-        what: "image", "audio" or "video".
+    """Returns items of "image", "audio" or "video" as a list, splitting a four-dimensional batch of images.
 
     Raises:
         ConfigurationError: if `items` is a single item. The rows of a single image would be logged as images.
@@ -54,11 +50,7 @@ def for_each(options: Mapping[str, Any], count: int, what: str) -> list[dict[str
 
 
 def as_pixels(image: Any) -> tuple[Any, str]:
-    """Returns an image as a tensor or array, and its layout: "HW", "CHW" (tensors) or "HWC".
-
-    Args:
-        image: a tensor, an array, a PIL image, or a path.
-    """
+    """Returns an image (or the one at a path) as a tensor or array, and its layout: "HW", "CHW" (tensors) or "HWC"."""
     if isinstance(image, str | os.PathLike):
         from PIL import Image
 

@@ -144,7 +144,7 @@ class MLFlowLogger(ServiceLogger):
         if changed:
             warn(
                 f"MLflow keeps the first value of a parameter. The new values of {', '.join(changed)} are logged as "
-                f"tags of the run, such as changed.{next(iter(changed))}.",
+                f"tags of the run, such as changed.{next(iter(changed))}."
             )
         added = [Param(name, text) for name, text in flat.items() if name not in kept]
         tags = [RunTag(f"changed.{name}", text) for name, text in changed.items()]

@@ -24,11 +24,7 @@ HParams: TypeAlias = Mapping[str, Any] | Namespace | None
 
 
 def plain_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Returns metrics as plain numbers. Nested metrics become "outer/inner".
-
-    Raises:
-        ConfigurationError: if a value is not a single number.
-    """
+    """Returns metrics, which must be single numbers, as plain ones. Nested metrics become "outer/inner"."""
     plain: dict[str, float] = {}
     for key, value in metrics.items():
         name = f"{prefix}-{key}" if prefix else str(key)
@@ -57,18 +53,14 @@ def _one_number(name: str, value: Any) -> float:
 
 
 def as_dict(params: Any) -> dict[str, Any]:
-    """Converts a mapping, a Namespace or a dataclass to a dict in which secrets are masked, and None to an empty dict.
-
-    Raises:
-        ConfigurationError: if `params` has any other type.
-    """
+    """Converts a mapping, a Namespace or a dataclass to a dict with secrets masked, and None to an empty dict."""
     found = {} if params is None else mapping_of(params)
-    if found is not None:
-        return dict(masked_values(found))
-    raise ConfigurationError(
-        f"hyperparameters must be a dict, an argparse.Namespace or a dataclass, not {kind_of(params)}. "
-        "Call log_hyperparams({'name': value})."
-    )
+    if found is None:
+        raise ConfigurationError(
+            f"hyperparameters must be a dict, an argparse.Namespace or a dataclass, not {kind_of(params)}. "
+            "Call log_hyperparams({'name': value})."
+        )
+    return dict(masked_values(found))
 
 
 def flatten_hparams(params: Any) -> dict[str, bool | int | float | str]:
@@ -122,10 +114,6 @@ def json_text(value: Any) -> str:
 
 def run_files(record: Mapping[str, Any], diff: str) -> dict[str, str]:
     """Returns the content of each file that `Logger.log_run` writes, by its path relative to the run folder.
-
-    Args:
-        record: the record of how the fit was started; see `Logger.log_run`.
-        diff: the uncommitted changes to the code.
 
     Example:
         >>> list(run_files({"started": "2026-02-01T12:30:00.250Z"}, "diff --git …"))

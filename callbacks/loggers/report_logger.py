@@ -70,26 +70,30 @@ class ReportLogger(Logger):
 
     def __init__(self, draw: bool = True) -> None:
         self.draw = draw
+        self._keeps_values = False
+        self._places: list[tuple[str, str]] = []
+        """The host and device of each rank."""
+        self._show: Any = None
+        self._trainer: Trainer | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Resets the state for a new fit."""
         self._folder: Path | None = None
         self._buffer: list[bytes] = []
         self._size = 0
         """Bytes of the file on disk."""
         self._keep: tuple[str | None, int] | None = None
         """The run and the size of the file that a resume keeps."""
-        self._keeps_values = False
-        self._places: list[tuple[str, str]] = []
-        """The host and device of each rank."""
         self._row = -1
         self._seconds: dict[str, float] = {}
-        self._since = self._phase_since = 0.0
+        self._since = self._phase_since = time.perf_counter()
         self._warned: set[tuple[str, str]] = set()
-        self._show: Any = None
         self._metrics: dict[str, tuple[int, Any]] = {}
         """The step and a copy of each metric to plot, from the last validation."""
         self._ending: dict[str, Any] = {}
         self._is_broken = False
         """True once the file could not be written: the rest of the run is not recorded."""
-        self._trainer: Trainer | None = None
 
     @property
     def log_dir(self) -> str | None:
@@ -101,11 +105,8 @@ class ReportLogger(Logger):
         self._trainer = trainer
         if stage != "fit":
             return
-        self._since, self._folder = time.perf_counter(), None
-        self._buffer, self._size, self._row = [], 0, -1
-        self._seconds, self._ending, self._warned, self._metrics, self._keep = {}, {}, set(), {}, None
+        self._begin()
         self._keeps_values = not any(isinstance(logger, CSVLogger | TensorBoardLogger) for logger in trainer.loggers)
-        self._is_broken = False
         if self.is_writer and warnings.showwarning != self._note_warning:
             self._show = warnings.showwarning
             warnings.showwarning = self._note_warning  # type: ignore[assignment]

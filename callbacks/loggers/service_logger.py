@@ -14,12 +14,8 @@ from leyden.core.saved_state import SavedState
 class ServiceLogger(SavingLogger):
     """Base class for loggers to a tracking service. The service's run starts at the first write.
 
-    Args:
-        save_dir: the folder for local files; None for the Trainer's `default_root_dir`, or the working directory
-            without a Trainer.
-        prefix: a prefix for metric names, joined with "-".
-        id: the id of the run to continue; None for a new run.
-        experiment: an existing writer to use instead of starting a run.
+    Local files go to `save_dir`. The run with an `id` is continued. An existing writer, the `experiment`, is used
+    instead of starting a run.
     """
 
     id_name: ClassVar[str]

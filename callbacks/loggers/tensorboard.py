@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
 import shutil
 import time
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from leyden.callbacks.loggers.late_events import late_writer
 from leyden.callbacks.loggers.logger import FolderLogger
 from leyden.callbacks.loggers.media import as_grid, as_markdown, as_pixels, for_each, listed, rows_of
 from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbers
@@ -111,7 +111,7 @@ class TensorBoardLogger(FolderLogger):
             _wait_for_unique_timestamp(folder, self._ahead)
             kwargs = self._kwargs | {"filename_suffix": self._suffix}
             self._writer = (
-                late_writer(folder, self._ahead, **kwargs) if self._ahead else SummaryWriter(log_dir=folder, **kwargs)
+                _late_writer(folder, self._ahead, **kwargs) if self._ahead else SummaryWriter(log_dir=folder, **kwargs)
             )
         return self._writer
 
@@ -236,9 +236,7 @@ class TensorBoardLogger(FolderLogger):
         if trainer.strategy.replicates:
             self.log_graph(module)
         elif self._log_graph and self.is_writer:
-            warn(
-                "log_graph=True needs an unsharded module, but no rank holds all of this one. No graph was logged.",
-            )
+            warn("log_graph=True needs an unsharded module, but no rank holds all of this one. No graph was logged.")
 
     def save(self) -> None:
         """Flushes queued events to disk."""
@@ -346,3 +344,51 @@ def _wait_for_unique_timestamp(folder: str, ahead: float) -> None:
     now = time.time() + ahead
     if any(len(part) > 3 and part[3] == f"{int(now):010d}" for part in parts):
         time.sleep(int(now) + 1 - now)
+
+
+def _late_writer(folder: str, ahead: float, **kwargs: Any) -> SummaryWriter:
+    """Returns a SummaryWriter whose event file and events carry a time ahead of the clock; see `_resume`.
+
+    tensorboard names event files and stamps events by the clock, without an argument for the time. So this repeats what
+    its constructors of the file and of the writer do. `ahead` is in seconds; the other arguments are SummaryWriter's.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter, _AsyncWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
+    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.writer import FileWriter
+
+    class LateFile(EventFileWriter):  # type: ignore[misc]
+        """An event file that is named after a time ahead of the clock."""
+
+        def __init__(self, queue: int, seconds: float, suffix: str) -> None:
+            now = time.time() + ahead
+            self._logdir = folder
+            path = Path(folder, f"events.out.tfevents.{int(now):010d}.{platform.node()}.{os.getpid()}.late{suffix}")
+            self._async_writer = _AsyncWriter(RecordWriter(path.open("xb")), queue, seconds)
+            self.add_event(Event(wall_time=now, file_version="brain.Event:2"))
+            self.flush()
+
+    class LateEvents(FileWriter):
+        """Writes events with a time ahead of the clock."""
+
+        def __init__(self, queue: int, seconds: float, suffix: str) -> None:
+            self.event_writer = LateFile(queue, seconds, suffix)
+
+        def add_event(self, event: Any, step: int | None = None, walltime: float | None = None) -> None:
+            walltime = time.time() + ahead if walltime is None else walltime
+            super().add_event(event, step, walltime)  # type: ignore[no-untyped-call]
+
+    class LateWriter(SummaryWriter):
+        """A SummaryWriter of late events."""
+
+        file_writer: Any
+        all_writers: Any
+
+        def _get_file_writer(self) -> Any:
+            if self.all_writers is None or self.file_writer is None:
+                self.file_writer = LateEvents(self.max_queue, self.flush_secs, self.filename_suffix)
+                self.all_writers = {folder: self.file_writer}
+            return self.file_writer
+
+    return LateWriter(log_dir=folder, **kwargs)

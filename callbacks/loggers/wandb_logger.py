@@ -359,7 +359,7 @@ class WandbLogger(ServiceLogger):
             if self._id is None:
                 warn(
                     f"WandbLogger continues the open run {wandb.run.id}. To start a new run, call wandb.finish() "
-                    "first. To continue this one without a warning, pass experiment=wandb.run.",
+                    "first. To continue this one without a warning, pass experiment=wandb.run."
                 )
             self._is_own = False
             return wandb.run

@@ -13,16 +13,8 @@ from torch import Tensor
 
 from leyden.core.errors import ConfigurationError, StateError, nearest
 from leyden.core.saved_state import SavedState, brief
-from leyden.trainer.logging.values import (
-    REDUCTIONS,
-    Value,
-    as_number,
-    as_tensor,
-    extreme,
-    reduction_of,
-    sum_dtype,
-    together,
-)
+from leyden.core.tree import widest_float
+from leyden.trainer.logging.values import REDUCTIONS, Value, as_number, as_tensor, extreme, reduction_of, together
 
 STAGES = ("validation", "test")
 STEP_EVENTS = (
@@ -37,16 +29,10 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How values of a hook are logged.
-
-    Attributes:
-        group: "train", "validation" or "test".
-        on_step: the default of `on_step`.
-        on_epoch: the default of `on_epoch`.
-        has_batch: whether the hook runs for a batch.
-    """
+    """How values of a hook are logged: the defaults of `on_step` and `on_epoch`, and whether it runs for a batch."""
 
     group: str
+    """One of "train", "validation" and "test"."""
     on_step: bool
     on_epoch: bool
     has_batch: bool
@@ -75,19 +61,15 @@ def rule_of(event: str) -> Rule:
 
 
 class MicroValue(NamedTuple):
-    """A value that the step of one micro-batch has logged.
-
-    Attributes:
-        value: the value.
-        size: its weight in means.
-        is_given: whether the user gave the weight; otherwise it is the number of samples.
-        micro_batch: the micro-batch's number in the batch, of those that log.
-    """
+    """A value that the step of one micro-batch has logged."""
 
     value: Value
     size: float
+    """Its weight in means."""
     is_given: bool
+    """Whether the user gave the weight; otherwise it is the number of samples."""
     micro_batch: int
+    """The micro-batch's number in the batch, of those that log."""
 
 
 class Entry:
@@ -167,7 +149,7 @@ class Entry:
         if reduction == "mean":
             if isinstance(weight, Tensor):
                 # float32 counts to 16 million.
-                weight = weight.detach().to(sum_dtype(weight)).reshape(())
+                weight = weight.detach().to(widest_float(weight.device)).reshape(())
             self.weight = self.weight + weight
         elif reduction == "sum":
             weight = 1
@@ -183,18 +165,12 @@ class Entry:
             total, value = together(total, value)
             self.total = total.add_(value, alpha=weight)
             return
-        addend = value.to(sum_dtype(value)) * weight if isinstance(value, Tensor) else value * weight
+        # Long sums of float32 values would lose precision.
+        addend = value.to(widest_float(value.device)) * weight if isinstance(value, Tensor) else value * weight
         self.total = addend if total is None else total + addend
 
     def combine(self, parts: Sequence[tuple[Value, float]]) -> tuple[Value, float]:
-        """Combines the values of a batch's micro-batches.
-
-        Args:
-            parts: the value and the weight of each micro-batch.
-
-        Returns:
-            The value of the batch, and its total weight.
-        """
+        """Combines the values and weights of a batch's micro-batches into the value and weight of the batch."""
         values, weights = [value for value, _ in parts], [weight for _, weight in parts]
         total = math.fsum(weights)
         if self.reduce_fx == "sum":
@@ -288,13 +264,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Stands in for a `reduce_fx` function after a resume, until a call of `self.log` supplies the function again.
-
-    Attributes:
-        result: the function's result when the checkpoint was saved.
-    """
+    """Stands in for a `reduce_fx` function after a resume, until a call of `self.log` supplies the function again."""
 
     result: Value | None
+    """The function's result when the checkpoint was saved."""
 
     def __call__(self, values: Tensor) -> Value | None:
         return self.result
@@ -346,13 +319,7 @@ def _restored_epoch_values(saved: SavedState) -> dict[str, tuple[Value, bool, bo
 
 
 def _saved_value(saved: SavedState, key: str, value: Any = _MISSING) -> Any:
-    """Checks and returns a logged value: a number, a tensor with one element, or None.
-
-    Args:
-        saved: the state that holds the value.
-        key: the value's key, also for error messages.
-        value: the value, if it is not stored directly under `key`.
-    """
+    """Checks and returns a logged value, stored under `key` or given: a number, a tensor with one element, or None."""
     value = saved.value(key) if value is _MISSING else value
     plain = value is None or type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
     if not plain:

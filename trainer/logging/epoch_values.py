@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,6 @@ from leyden.core.errors import ConfigurationError
 from leyden.core.rank_zero import warn
 from leyden.core.tree import widest_float
 from leyden.strategies.base import Strategy
-from leyden.strategies.outputs import SharedNumbers
 from leyden.trainer.logging import metrics
 from leyden.trainer.logging.entries import Reduced
 from leyden.trainer.logging.values import Value, as_number, in_turns, read_back
@@ -35,27 +34,18 @@ FIRST_CAPACITY = 1024
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """Identifies a logged value across ranks.
-
-    Attributes:
-        event: the hook that logs the value.
-        name: the name of the value.
-        epoch_name: the name of the epoch value.
-        reduction: the reduction, or the class and states of a metric.
-        logger: whether loggers receive the value.
-        prog_bar: whether the progress bar shows the value.
-        loader: index of the loader; -1 if there is only one.
-        has_batch: whether the value is logged with a batch, and therefore missing on ranks without one.
-    """
+    """Identifies a logged value across ranks. The fields are those of its entry."""
 
     event: str
     name: str
     epoch_name: str
     reduction: str
+    """The reduction, or the class and states of a metric."""
     logger: bool
     prog_bar: bool
     loader: int
     has_batch: bool
+    """Whether the value is logged with a batch, and therefore missing on ranks without one."""
 
     @classmethod
     def of(cls, entry: Entry) -> Key:
@@ -68,18 +58,13 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The message of one rank.
-
-    Attributes:
-        index: the global rank.
-        data_rank: the data rank; ranks with the same data rank see the same samples.
-        numbers: the logged numbers by key: sum and weight, an extreme, or all values.
-        states: the metric states by key.
-    """
+    """The message of one rank."""
 
     index: int
     data_rank: int
+    """Ranks with the same data rank see the same samples."""
     numbers: dict[Key, list[float]]
+    """The logged numbers by key: sum and weight, an extreme, or all values."""
     states: dict[Key, list[metrics.PartState]]
 
 
@@ -89,17 +74,11 @@ class EpochValues:
     If all ranks logged the same names, this takes one all-gather, plus one if torchmetrics objects are among the
     values. Both run on the host: loggers and callbacks need the values there anyway, so all values are read back from
     the device in one transfer.
-
-    Args:
-        strategy: the strategy of the run.
-
-    Attributes:
-        counts: True if steps reach their end on this rank, so that the values they log are known here. False on all
-            stages of a pipeline except the last.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
+        self.outputs = strategy.outputs
         self._capacity = FIRST_CAPACITY
         self._columns = COLUMNS
         self._headed: dict[tuple[str, ...], Tensor] = {}
@@ -108,34 +87,11 @@ class EpochValues:
         """On the device, whether ranks with parts of the same sequences have logged other names."""
         self._output_ranks = strategy.outputs.on_ranks(strategy.ranks)
         self.counts = self._output_ranks[strategy.ranks.global_rank]
-
-    @property
-    def are_in_parts(self) -> bool:
-        """True in a pipeline, whose steps log values on the last stage only."""
-        return self._strategy.outputs.are_in_parts
-
-    def of_outputs(self, values: T) -> T:
-        """Returns the values of the last stage of this rank's pipeline; without a pipeline, the argument."""
-        return self._strategy.outputs.share(values)
-
-    def begin_numbers(
-        self, described: list[Any], numbers: Sequence[Tensor | float]
-    ) -> Callable[[], SharedNumbers] | None:
-        """Starts to share a step's numbers; see `StepOutputs.begin_numbers`."""
-        return self._strategy.outputs.begin_numbers(described, numbers)
-
-    @property
-    def are_split(self) -> bool:
-        """True if ranks log the values of parts of the same sequences."""
-        return self._strategy.outputs.are_split
+        """True if steps end on this rank, and so log their values here: not on the earlier stages of a pipeline."""
 
     def of_all_parts(self, logged: Mapping[Entry, Sequence[MicroValue]]) -> list[tuple[Value, Value]]:
-        """Returns the values of a batch whose sequences are divided over ranks, and their weights.
-
-        Args:
-            logged: the values of this rank's part, for each micro-batch.
-        """
-        outputs, device = self._strategy.outputs, self._strategy.root_device
+        """Returns the values of a batch whose sequences are divided over ranks, and their weights."""
+        device = self._strategy.root_device
         own = [(entry, value) for entry, values in logged.items() for value in values]
         names = tuple(f"{entry.event} {entry.name}" for entry, _ in own)
         if len(names) > self._columns:
@@ -147,7 +103,7 @@ class EpochValues:
         numbers = self._begun(names, device)
         for i, (_, one) in enumerate(own):
             numbers[0, i].add_(one.value)
-            numbers[1, i].add_(one.size if one.is_given else outputs.weight_of(one.micro_batch))
+            numbers[1, i].add_(one.size if one.is_given else self.outputs.weight_of(one.micro_batch))
         parts = self._gather_parts(numbers, logged)
         columns = torch.split(parts[:, :2, : len(own)], [len(values) for values in logged.values()], 2)
         found: list[tuple[Value, Value]] = []
@@ -170,7 +126,7 @@ class EpochValues:
 
     def _gather_parts(self, numbers: Tensor, logged: Mapping[Entry, Any]) -> Tensor:
         """Returns the messages of all ranks with parts of the same sequences, (ranks, 3, columns)."""
-        parts = self._strategy.outputs.of_all_parts(numbers)
+        parts = self.outputs.of_all_parts(numbers)
         differ = (parts[:, 2] != parts[0, 2]).any()
         self._differ = differ if self._differ is None else self._differ | differ
         if differ.is_cpu:
@@ -227,7 +183,7 @@ class EpochValues:
         ranks, same_keys = self._exchange(own, idle)
         results = {key: self._reduced(key, entry, ranks) for key, entry in own.items()}
         foreign = [] if same_keys else self._foreign(results)
-        values = {id(entry): value_of_this_rank(entry) for entry in entries if entry.sync_dist is False}
+        values = {id(entry): _value_of_this_rank(entry) for entry in entries if entry.sync_dist is False}
         return values | {id(entry): results[key] for key, entry in own.items()}, foreign
 
     def _exchange(self, own: Mapping[Key, Entry], idle: frozenset[int]) -> tuple[list[Rank], bool]:
@@ -274,7 +230,7 @@ class EpochValues:
             # Ranks with parts of the same sequences have counted different tokens.
             parts = self._strategy.part_ranks
             return as_number(entry.name, metrics.compute(entry.metric, states, {rank: parts[rank] for rank in states}))
-        if self._strategy.outputs.are_split:
+        if self.outputs.are_split:
             _check_parts(entry, [(rank.data_rank, rank.numbers[key]) for rank in ranks if key in rank.numbers])
         counted = metrics.once(data_ranks)
         numbers = [rank.numbers[key] for rank in ranks if rank.index in counted and key in rank.numbers]
@@ -326,7 +282,7 @@ def combined(entry: Entry, logged: Sequence[list[float]]) -> Value | None:
     if isinstance(reduction, Reduced):
         warn(
             f"the epoch value of {entry.name!r} is left out: its reduce_fx is a function, which a resumed run gets "
-            "from the next self.log call, and this epoch made none.",
+            "from the next self.log call, and this epoch made none."
         )
         return None
     if callable(reduction):
@@ -339,7 +295,7 @@ def combined(entry: Entry, logged: Sequence[list[float]]) -> Value | None:
     return totals.sum() if reduction == "sum" else totals.amax() if reduction == "max" else totals.amin()
 
 
-def value_of_this_rank(entry: Entry) -> Value | None:
+def _value_of_this_rank(entry: Entry) -> Value | None:
     """Returns the epoch value of an entry on this rank alone."""
     return entry.result() if entry.metric is None else as_number(entry.name, metrics.compute_alone(entry.metric))
 

@@ -81,12 +81,9 @@ class EpochRows:
     def add(self, epoch: int, step: int, values: Mapping[str, Value]) -> None:
         """Adds the values of an epoch or a validation, to the last row if that has the same epoch and step.
 
-        Args:
-            epoch: the current epoch.
-            step: the number of optimizer steps done.
-            values: the values by name. "epoch" and "step" are those of the run, whatever was logged under these names.
+        "epoch" and "step" are those of the run, whatever was logged under these names.
         """
-        place = dict(zip(PLACE, (epoch, step), strict=True))
+        place = {"epoch": epoch, "step": step}
         own = {
             name: value.detach() if isinstance(value, Tensor) else value
             for name, value in values.items()

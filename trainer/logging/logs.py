@@ -33,10 +33,8 @@ Shown: TypeAlias = "tuple[Value, bool, bool]"
 class Logs:
     """All values logged in one run. Loops announce batches and epochs; `TrainModule.log` records values.
 
-    Args:
-        hooks: the hooks of the run; they track which hook is running.
-        module: the module whose attribute names identify metrics in a checkpoint.
-        ranks: the reducer of epoch values over the ranks; None if one rank has all data.
+    The hooks of the run track which hook is running. The names of the module's attributes identify metrics in a
+    checkpoint. `ranks` is None if one rank has all data.
     """
 
     def __init__(self, hooks: Hooks, module: nn.Module, ranks: EpochValues | None = None) -> None:
@@ -82,7 +80,6 @@ class Logs:
         self.dataloader_idx, self._tick = index, -1
 
     def end_loader(self, stage: str) -> None:
-        """Ends the current evaluation loader."""
         if self._tick == -1:
             self.note_idle(stage)
         self.dataloader_idx = None
@@ -92,13 +89,7 @@ class Logs:
         self._idle.add((stage, -1 if self.dataloader_idx is None else self.dataloader_idx))
 
     def begin_batch(self, batch: Any, number: int, batch_idx: int) -> None:
-        """Assigns the values logged from now on to a batch.
-
-        Args:
-            batch: the batch. Its size is the weight of its values in means.
-            number: number of the batch, over all loaders and passes.
-            batch_idx: index of the batch in its loader.
-        """
+        """Assigns the values logged from now on to a batch, which has a number over all loaders and passes."""
         self.batch, self._tick, self.batch_idx = batch, number, batch_idx
 
     def end_batch(self) -> None:
@@ -129,7 +120,7 @@ class Logs:
             by_entry: dict[Entry, list[MicroValue]] = {}
             for entry, own in logged:
                 by_entry.setdefault(entry, []).append(own)
-            if self._ranks is not None and self._ranks.are_split:
+            if self._ranks is not None and self._ranks.outputs.are_split:
                 combined = self._ranks.of_all_parts(by_entry)
             else:
                 pairs = [[(own.value, own.size) for own in values] for values in by_entry.values()]
@@ -160,7 +151,7 @@ class Logs:
         }
         described = [[name, entry.name, entry.logger, entry.prog_bar] for name, entry in entries.items()]
         own = [entry.value for entry in entries.values() if entry.value is not None]
-        receive = self._ranks.begin_numbers(described, own)
+        receive = self._ranks.outputs.begin_numbers(described, own)
         if receive is None:
             return
         self._in_flight.append(receive)
@@ -229,11 +220,9 @@ class Logs:
             entry.add(value.detach() if enable_graph and isinstance(value, Tensor) else value, batch_size)
 
     def show(self, values: Mapping[str, Value], prog_bar: Collection[str] = ()) -> None:
-        """Makes values visible to callbacks that the module did not log. Loggers already have these values.
+        """Makes values that the module did not log visible to callbacks, and those in `prog_bar` to the progress bar.
 
-        Args:
-            values: the values by name.
-            prog_bar: the names of those that the progress bar shows.
+        Loggers already have these values.
         """
         self._receive_all()
         self._epoch_values.update({name: (value, False, name in prog_bar) for name, value in values.items()})
@@ -256,11 +245,7 @@ class Logs:
         return entry
 
     def _metric_or_scalar(self, entry: Entry, value: Any) -> Value | None:
-        """Records a torchmetrics object, or converts another library's scalar.
-
-        Returns:
-            The value of this step; None for a metric without one.
-        """
+        """Records a torchmetrics object, or converts another library's scalar. Returns the step's value, if any."""
         torchmetrics = sys.modules.get("torchmetrics")
         if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
             if entry.metric is not value and LOADER_SUFFIX in entry.name:
@@ -303,8 +288,7 @@ class Logs:
     def _visible(self, to_callbacks: bool = False) -> Iterator[tuple[str, Value, bool, bool]]:
         """Yields the values that a run shows: first those of finished epochs, then newer ones of single steps.
 
-        Args:
-            to_callbacks: leave out the step values of evaluations.
+        Callbacks do not see the step values of evaluations.
         """
         self._receive_all()
         finished = (self._epoch_values, self._last_stage_steps)
@@ -356,11 +340,7 @@ class Logs:
         return {entry.epoch_name for entry in found if entry.on_epoch and entry.tick > tick}
 
     def reduce_epoch(self, group: str, keep: bool = False) -> tuple[dict[str, Value], dict[str, Value]]:
-        """Ends the epoch of a group: its values become visible, and its sums start over.
-
-        Args:
-            group: "train", "validation" or "test".
-            keep: whether to keep the sums, because the epoch continues.
+        """Ends the epoch of a group: its values become visible, and its sums start over unless they are to `keep`.
 
         Returns:
             All epoch values by name, and the subset for loggers.
@@ -389,14 +369,14 @@ class Logs:
 
     def _follow_outputs(self, group: str, entries: Sequence[Entry], steps: Mapping[str, Shown]) -> None:
         """Makes all stages of a pipeline follow the last one: they take its step values, and reset its metrics."""
-        if self._ranks is None or not self._ranks.are_in_parts:
+        if self._ranks is None or not self._ranks.outputs.are_in_parts:
             return
         names = {id(part): name for name, part in self._module.named_modules()}
         own = (
             [names[id(entry.metric)] for entry in entries if id(entry.metric) in names],
             {name: (float(value), logger, prog_bar) for name, (value, logger, prog_bar) in steps.items()},
         )
-        metrics, values = shared = self._ranks.of_outputs(own)
+        metrics, values = shared = self._ranks.outputs.share(own)
         if shared is not own:
             if group == "train":
                 self._last_stage_steps.clear()
@@ -444,7 +424,6 @@ class Logs:
             self._epoch_values, self._last_stage_steps = values, steps
 
     def clear(self) -> None:
-        """Drops all values and entries."""
         self._receive_all()
         self._entries.clear()
         self._epoch_values.clear()

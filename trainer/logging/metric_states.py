@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class MetricStates:
-    """The accumulated state of a module's torchmetrics objects.
-
-    Args:
-        module: the module.
-    """
+    """The accumulated state of a module's torchmetrics objects."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -99,7 +95,7 @@ def _merged(metric: Metric, name: str, found: Sequence[Mapping[str, Any]]) -> di
         else:
             warn(
                 f"the state {key!r} of the metric {name!r} cannot be merged over ranks. After this resume on another "
-                "number of ranks, the metric covers only the rest of the epoch.",
+                "number of ranks, the metric covers only the rest of the epoch."
             )
             return _blank(metric)
     return {"state": merged, "update_count": sum(part.count for part in parts)}

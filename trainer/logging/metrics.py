@@ -28,15 +28,12 @@ PREFIX = 8
 
 @dataclass(slots=True)
 class PartState:
-    """The state of one part of a metric on one rank. A wrapper or a composition of metrics has several parts.
-
-    Attributes:
-        count: number of updates.
-        values: the state by name: a tensor, or a list of tensors or of other objects.
-    """
+    """The state of one part of a metric on one rank. A wrapper or a composition of metrics has several parts."""
 
     count: int
+    """Number of updates."""
     values: dict[str, Any]
+    """The state by name: a tensor, or a list of tensors or of other objects."""
 
 
 def description(metric: Metric) -> str:
@@ -70,11 +67,7 @@ def unpack(message: Tensor) -> list[list[PartState]]:
 
 
 class _Content:
-    """The concatenated bytes of a message's tensors.
-
-    Args:
-        message: the bytes to read from; None to write.
-    """
+    """The concatenated bytes of a message's tensors. Without a message to read from, it is written."""
 
     def __init__(self, message: Tensor | None = None) -> None:
         self._pieces: list[Tensor] = []
@@ -110,13 +103,9 @@ class _Content:
 def compute(
     metric: Metric, states: Mapping[int, Sequence[PartState]], data_ranks: Mapping[int, int] | None = None
 ) -> Any:
-    """Returns the metric's value over all ranks. The metric's own state is restored afterwards.
+    """Returns the metric's value over all ranks, from the states of its parts. Its own state is restored afterwards.
 
-    Args:
-        metric: this rank's metric.
-        states: the states of the metric's parts, by rank.
-        data_ranks: the data rank of each rank. Ranks with the same data rank see the same samples, and count once.
-            None if every rank sees different samples.
+    Ranks with the same data rank see the same samples, and count once. None: every rank sees different samples.
     """
     parts = _synced_parts(metric)
     before = [(part, dict(part.metric_state), part._update_count) for part in parts]
@@ -160,12 +149,10 @@ class GatherReaders:
 
     It makes the user's own calls of `compute` count samples as `self.log` does. It holds no process group, so that
     metrics can be copied and saved.
-
-    Attributes:
-        ranks: the global ranks to gather from, one per data rank.
     """
 
     ranks: tuple[int, ...]
+    """The global ranks to gather from, one per data rank."""
 
     def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
         from torchmetrics.utilities.distributed import gather_all_tensors
@@ -225,16 +212,12 @@ def _install(part: Metric, states: Sequence[PartState]) -> None:
     part._update_count = sum(state.count for state in states)
 
 
-def _updated(states: Sequence[PartState]) -> Sequence[PartState]:
-    # A rank without a batch has the default state, which must not count in a mean or be stacked with the others.
-    return [state for state in states if state.count] or states
-
-
 def merged_value(part: Metric, name: str, states: Sequence[PartState]) -> Any:
     """Returns one state merged over all ranks, by the metric's own reduction for that state."""
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-    states = _updated(states)
+    # A rank without a batch has the default state, which must not count in a mean or be stacked with the others.
+    states = [state for state in states if state.count] or states
     values: list[Any] = [state.values[name] for state in states]
     reduction: Any = part._reductions[name]
     if len(values) == 1:

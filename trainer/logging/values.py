@@ -42,9 +42,10 @@ def read_back(values: Mapping[K, Value]) -> dict[K, float]:
             by_device.setdefault(value.device, []).append(name)
         else:
             result[name] = float(value)
-    for names in by_device.values():
+    for device, names in by_device.items():
         tensors = [values[name] for name in names]
-        stacked = torch.stack([t.detach().to(sum_dtype(t)).reshape(()) for t in tensors if isinstance(t, Tensor)])
+        wide = widest_float(device)
+        stacked = torch.stack([t.detach().to(wide).reshape(()) for t in tensors if isinstance(t, Tensor)])
         result.update(zip(names, start_reading(stacked)(), strict=True))
     return {name: result[name] for name in values}
 
@@ -91,11 +92,6 @@ def as_tensor(value: Value) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
 
-def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """Returns float64, so that long sums of float32 values lose no precision; float32 on Apple GPUs."""
-    return widest_float(tensor.device)
-
-
 def in_turns(values: Sequence[Sequence[Any]]) -> Iterator[Any]:
     """Yields the items of all ranks in the order of global batches: every rank's first, then every rank's second, …"""
     for turn in range(max(map(len, values))):
@@ -139,7 +135,7 @@ class Nans:
             found.append(f"{name!r} is nan since {since}")
         warn(
             f"the run ended with nan: {', '.join(found)}. Train again with detect_anomaly=True, which names the batch "
-            "and the operation, with a lower learning rate, or with gradient_clip_val=1.0.",
+            "and the operation, with a lower learning rate, or with gradient_clip_val=1.0."
         )
 
 
@@ -158,7 +154,6 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def is_loss(name: str) -> bool:
-    """True if a logged value is a loss, by its name."""
     return "loss" in name.lower()
 
 

@@ -37,12 +37,8 @@ def where(run: Run) -> str:
 def annotate(run: Run, error: BaseException, place: str) -> None:
     """Adds notes to an error from inside the loop: where it happened, the shapes of the batch, and what to try.
 
-    Errors from before the loop get no notes, because they explain themselves.
-
-    Args:
-        run: the run that the error ended.
-        error: the error.
-        place: the position of the run, from `where`; empty if the strategy reports it.
+    Errors from before the loop get no notes, because they explain themselves. The place, that of `where`, is empty if
+    the strategy reports it.
     """
     batch = run.logs.batch
     trains = run.state.stage == "fit" and run.loaders.train_loader is not None

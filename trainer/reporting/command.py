@@ -23,15 +23,12 @@ FILE = "command"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line.
-
-    Attributes:
-        words: the program and its arguments, with secrets masked.
-        folder: the working directory of the command.
-    """
+    """A command line."""
 
     words: list[str]
+    """The program and its arguments, with secrets masked."""
     folder: str
+    """The working directory of the command."""
 
     @classmethod
     def here(cls, environ: Mapping[str, str] | None = None) -> Command | None:
@@ -40,15 +37,13 @@ class Command:
         None if no command can start the run again: in a notebook, a REPL, or ranks started by another launcher.
         """
         environ = os.environ if environ is None else environ
-        words = None
         if COMMAND in environ:
-            words = json.loads(environ[COMMAND])
-        else:
-            ranks = rank_environment(environ)
-            is_rank = ranks is not None and ranks.starter != "script"
-            if is_rank or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
-                return None
-        return cls(words_here() if words is None else masked_words(words), STARTED_IN)
+            return cls(masked_words(json.loads(environ[COMMAND])), STARTED_IN)
+        ranks = rank_environment(environ)
+        is_rank = ranks is not None and ranks.starter != "script"
+        if is_rank or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+            return None
+        return cls(words_here(), STARTED_IN)
 
     def __str__(self) -> str:
         """Returns the command in shell syntax, with control characters escaped."""

@@ -54,19 +54,11 @@ def record_start(run: Run) -> None:
             found = found or start_of(run, with_diff=wanted != "no_diff", beside_secrets=wanted == "diff")
             logger.log_run(*found)
         except Exception as error:
-            warn(
-                f"{type(logger).__name__} could not record the start of the run: {type(error).__name__}: {error}",
-            )
+            warn(f"{type(logger).__name__} could not record the start of the run: {type(error).__name__}: {error}")
 
 
 def start_of(run: Run, with_diff: bool = True, beside_secrets: bool = False) -> tuple[dict[str, Any], str]:
-    """Returns the record of a fit's start, as plain values for JSON, and the diff of its uncommitted code.
-
-    Args:
-        run: a fit, after its optimizers have been created.
-        with_diff: True to read the diff too; it is empty otherwise.
-        beside_secrets: True to read it even if a file that usually holds secrets has changed, whose part is left out.
-    """
+    """Returns the record of a fit's start, as plain values for JSON, and the diff of its code; see `Repository.of`."""
     repository = Repository.of(_folder_of_code(), with_diff, beside_secrets)
     code = None if repository is None else dataclasses.asdict(repository)
     diff = (code.pop("diff") if code is not None else None) or ""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from leyden.checkpoint.format.secrets import masked_lines
@@ -66,25 +67,22 @@ class Repository:
     def of(cls, folder: Path, with_diff: bool = True, beside_secrets: bool = False) -> Repository | None:
         """Returns the repository that contains a folder; None if there is none, or if git is not installed.
 
-        Args:
-            folder: a folder in the repository.
-            with_diff: True to read the diff too.
-            beside_secrets: True to read the diff of the other files even if a file of secrets has changed.
+        `with_diff` reads the diff too; `beside_secrets` that of other files even if a file of secrets has changed.
         """
-        git = _Git(folder, time.monotonic() + SECONDS)
-        top = git.text("rev-parse", "--show-toplevel").rstrip("\r\n")
+        git = partial(_git, folder, time.monotonic() + SECONDS)
+        top = git("rev-parse", "--show-toplevel").rstrip("\r\n")
         if not top:
             return None
         found = cls(top)
         # In a call of its own, because it is fast however large the repository is.
-        commit, _, branch = git.text("rev-parse", "HEAD", "--abbrev-ref", "HEAD").rstrip("\r\n").partition("\n")
+        commit, _, branch = git("rev-parse", "HEAD", "--abbrev-ref", "HEAD").rstrip("\r\n").partition("\n")
         found.commit, found.branch = commit or None, None if branch in ("", "HEAD") else branch
         status = ("--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal")
-        changed = found._read_status(git.text("status", *status))
+        changed = found._read_status(git("status", *status))
         if with_diff and changed:
             plain: tuple[str, ...] = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--no-relative")
             plain += ("--src-prefix=a/", "--dst-prefix=b/")
-            found._read_diff(git.text("diff", *plain, found.commit or "--cached"), changed, beside_secrets)
+            found._read_diff(git("diff", *plain, found.commit or "--cached"), changed, beside_secrets)
         elif with_diff and found.dirty is False:
             found.diff = ""
         return found
@@ -125,44 +123,33 @@ class Repository:
         self.left_out = [name for name in changed if name not in taken][:MOST_NAMES]
 
 
-class _Git:
-    """Calls git until a deadline. A call that fails returns an empty text.
-
-    Args:
-        folder: the folder in which git runs.
-        deadline: the deadline of all calls together, on the monotonic clock.
-    """
-
-    def __init__(self, folder: Path, deadline: float) -> None:
-        self._folder, self._deadline = folder, deadline
-
-    def text(self, *words: str) -> str:
-        """Returns the output of a git command; empty on failure."""
-        remaining = self._deadline - time.monotonic()
-        if remaining <= 0:
-            return ""
-        inherited = {name: value for name, value in os.environ.items() if name not in OWN}
-        # git must not lock the index, which another git may be using, nor prompt the user.
-        environ = {**inherited, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-        command = ["git", "-c", "core.quotePath=false", "-C", str(self._folder), *words]
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        try:
-            process = subprocess.Popen(command, env=environ, **pipes)  # type: ignore[call-overload]
-        except OSError:
-            return ""
-        timer = threading.Timer(remaining, process.kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            with process:
-                answer: bytes = process.stdout.read(2 * MOST_BYTES)
-                if len(answer) == 2 * MOST_BYTES:
-                    # The part read so far is still useful. Its last file is truncated, and too large to be kept.
-                    process.kill()
-                    return answer.decode("utf-8", "replace")
-            return answer.decode("utf-8", "replace") if process.returncode == 0 else ""
-        finally:
-            timer.cancel()
+def _git(folder: Path, deadline: float, *words: str) -> str:
+    """Returns the output of a git command; empty on failure, or after a deadline on the monotonic clock."""
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        return ""
+    inherited = {name: value for name, value in os.environ.items() if name not in OWN}
+    # git must not lock the index, which another git may be using, nor prompt the user.
+    environ = {**inherited, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    command = ["git", "-c", "core.quotePath=false", "-C", str(folder), *words]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    try:
+        process = subprocess.Popen(command, env=environ, **pipes)  # type: ignore[call-overload]
+    except OSError:
+        return ""
+    timer = threading.Timer(remaining, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        with process:
+            answer: bytes = process.stdout.read(2 * MOST_BYTES)
+            if len(answer) == 2 * MOST_BYTES:
+                # The part read so far is still useful. Its last file is truncated, and too large to be kept.
+                process.kill()
+                return answer.decode("utf-8", "replace")
+        return answer.decode("utf-8", "replace") if process.returncode == 0 else ""
+    finally:
+        timer.cancel()
 
 
 def _by_file(diff: str) -> Iterator[tuple[str, str]]:

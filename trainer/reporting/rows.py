@@ -51,12 +51,7 @@ def _step_of(value: float) -> int:
 class StepRows:
     """The values that an evaluation logs per step: one row per batch, kept on the device and sent in blocks.
 
-    Args:
-        loggers: the loggers to send the rows to; empty on a rank that only provides values for another rank.
-        logs: the logged values.
-        progress: the progress, which has the epoch.
-        stage: "validation" or "test".
-        outputs: the ranks on which steps return their outputs.
+    A rank that only provides values for another rank has no loggers.
     """
 
     def __init__(
@@ -85,7 +80,6 @@ class StepRows:
         self.send()
 
     def send(self) -> None:
-        """Sends all pending rows."""
         rows, self._rows = self._rows, []
         if rows:
             send_rows(self._loggers, rows, self._progress.epoch, self._logs.nans)

@@ -31,12 +31,7 @@ def result_lines(results: Sequence[Mapping[str, float]]) -> str:
 def five_lines(strategy: Strategy, loader: Any, accumulated: int, folder: str, start: str) -> str:
     """Returns the five lines that fit prints at its start: devices, strategy, batch, run folder and starting point.
 
-    Args:
-        strategy: the strategy of the run.
-        loader: the training loader.
-        accumulated: the batches in the first accumulation window.
-        folder: the folder of the logs.
-        start: a description of the starting point.
+    `accumulated` is the number of batches in the first accumulation window.
     """
     ranks, readers, sizes = strategy.ranks.world_size, strategy.data_size, batch_sizes(loader)
     per_rank = "+".join(str(size) for size in sizes) if sizes else "?"
@@ -63,12 +58,7 @@ def closing_lines(
 ) -> str:
     """Returns the lines that fit prints at its end: why it ended, how long it took, and where its best checkpoint is.
 
-    Args:
-        progress: the progress after the fit.
-        checkpoint_callbacks: the checkpoint callbacks, each with its best checkpoint.
-        last_checkpoint: the last checkpoint that was saved; None if there is none.
-        reason: the reason why the fit ended, in a few words.
-        seconds: the duration from the sanity check, or without one from the first step.
+    The seconds are those from the sanity check, or without one from the first step.
     """
     took = timedelta(seconds=round(seconds))
     lines = [f"ended       {reason}, at step {progress.global_step} in epoch {progress.epoch}, after {took}"]

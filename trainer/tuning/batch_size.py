@@ -9,36 +9,25 @@ from typing import Any
 
 from leyden.core.devices import free_cached_memory
 from leyden.core.errors import ConfigurationError, is_out_of_memory, nearest
-from leyden.trainer.tuning.trial import Subject, assign, owners_of
+from leyden.trainer.tuning.trial import LOADERS, Subject, assign, owners_of
 
 MODES = ("power", "binsearch")
-LIMITS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 
 
 @dataclass(frozen=True)
 class BatchSizeSearch:
     """A search that doubles the batch size until it is too large, or until one batch holds all samples.
 
-    Attributes:
-        mode: "power" takes the last size that fit; "binsearch" also bisects the interval above it.
-        steps_per_trial: number of steps, or batches, that must fit.
-        init_val: the first size.
-        max_trials: maximum number of sizes to try.
-        batch_arg_name: the attribute of module or DataModule, or the hyperparameter, with the batch size.
-        margin: the fraction by which "binsearch" reduces the size it found, as a safety margin.
-        max_val: the largest size to try; None for no limit.
-
-    Raises:
-        ConfigurationError: if a value is invalid.
+    The settings are arguments of `Tuner.scale_batch_size`. An invalid one raises ConfigurationError.
     """
 
-    mode: str = "power"
-    steps_per_trial: int = 3
-    init_val: int = 2
-    max_trials: int = 25
-    batch_arg_name: str = "batch_size"
-    margin: float = 0.05
-    max_val: int | None = 8192
+    mode: str
+    steps_per_trial: int
+    init_val: int
+    max_trials: int
+    batch_arg_name: str
+    margin: float
+    max_val: int | None
 
     def __post_init__(self) -> None:
         if str(self.mode).lower() not in MODES:
@@ -81,12 +70,7 @@ class BatchSizeSearch:
         return owners
 
     def search(self, subject: Subject) -> int:
-        """Searches with copies; the originals are unchanged.
-
-        Raises:
-            ConfigurationError: if not even the first size fits.
-        """
-        self.owners(subject)
+        """Searches with copies of the originals. Raises ConfigurationError if not even the first size fits."""
         fits, fails, size = 0, math.inf, self.init_val
         limit = math.inf if self.max_val is None else self.max_val
         for _ in range(self.max_trials):
@@ -108,7 +92,7 @@ class BatchSizeSearch:
 
     def _try(self, subject: Subject, size: int) -> bool | None:
         """Runs a few steps at a size. Returns None if it does not fit, True if one batch holds all samples."""
-        steps, kind = self.steps_per_trial, LIMITS[subject.method]
+        steps, kind = self.steps_per_trial, LOADERS[subject.method]
         # At least two batches, to see whether the first one holds all samples.
         limits: dict[str, Any] = {f"limit_{kind}_batches": max(steps, 2)}
         if subject.method == "fit":
@@ -139,5 +123,5 @@ class BatchSizeSearch:
 def _batches(trainer: Any, method: str) -> list[float]:
     if method == "fit":
         return [trainer.num_training_batches]
-    counts: list[float] = getattr(trainer, f"num_{LIMITS[method]}_batches")
+    counts: list[float] = getattr(trainer, f"num_{LOADERS[method]}_batches")
     return counts

@@ -135,28 +135,15 @@ class LRFinder:
 
 @dataclass(frozen=True)
 class RateSearch:
-    """The settings of a learning-rate search.
+    """A search whose settings are arguments of `Tuner.lr_find`. An invalid one raises ConfigurationError."""
 
-    Attributes:
-        min_lr: the first rate.
-        max_lr: the last rate.
-        num_training: number of steps.
-        mode: growth of the rate: "exponential" or "linear".
-        early_stop_threshold: stop once the loss exceeds this multiple of the best loss; None to never stop early.
-        update_attr: set the module's rate to the suggestion.
-        attr_name: the attribute to set; "" for `lr` or `learning_rate`.
-
-    Raises:
-        ConfigurationError: if a value is invalid.
-    """
-
-    min_lr: float = 1e-8
-    max_lr: float = 1.0
-    num_training: int = 100
-    mode: str = "exponential"
-    early_stop_threshold: float | None = 4.0
-    update_attr: bool = True
-    attr_name: str = ""
+    min_lr: float
+    max_lr: float
+    num_training: int
+    mode: str
+    early_stop_threshold: float | None
+    update_attr: bool
+    attr_name: str
 
     def __post_init__(self) -> None:
         if str(self.mode).lower() not in MODES:
@@ -205,13 +192,6 @@ class Sweep(Callback):
     """Sets the rate of each step of a trial and records its loss, averaged over all samples and smoothed.
 
     It is a closing callback, because closing callbacks also run on a rank without a sample.
-
-    Args:
-        search: the settings of the search.
-
-    Attributes:
-        rates: the rates of all steps so far, a plain list that forked or spawned ranks can send back.
-        losses: the smoothed losses after these steps.
     """
 
     order = CLOSING_ORDER
@@ -219,7 +199,9 @@ class Sweep(Callback):
     def __init__(self, search: RateSearch) -> None:
         self._search = search
         self.rates: list[float] = []
+        """The rates of all steps so far, a plain list that forked or spawned ranks can send back."""
         self.losses: list[float] = []
+        """The smoothed losses after these steps."""
         self._parts: list[Tensor] = []
         self._average, self._best = 0.0, math.inf
 

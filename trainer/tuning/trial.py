@@ -22,25 +22,30 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 T = TypeVar("T")
+LOADERS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+"""The Trainer's names for the loaders of its methods."""
 
 
 @dataclass
 class Subject:
-    """The subject of trials: a module and its data, as passed to a method of the Trainer.
-
-    Attributes:
-        trainer: the Trainer whose arguments trials use.
-        method: "fit", "validate", "test" or "predict".
-        module: the module that trials copy.
-        loaders: the loaders, by the names of the method's arguments.
-        datamodule: the DataModule that trials copy, or None.
-    """
+    """The subject of trials: a module and its data, as passed to a method of the Trainer."""
 
     trainer: Trainer
+    """The Trainer whose arguments trials use."""
     method: str
     module: TrainModule
     loaders: Mapping[str, Any]
-    datamodule: DataModule | None = None
+    """The loaders, by the names of the method's arguments."""
+    datamodule: DataModule | None
+
+    @classmethod
+    def of_run(cls, trainer: Trainer, method: str, module: TrainModule) -> Subject:
+        """Returns the subject of a method that is running, with the loaders that were passed to it."""
+        passed = trainer.given_loaders
+        loaders = {"dataloaders": passed.get(LOADERS[method])}
+        if method == "fit":
+            loaders = {"train_dataloaders": passed.get("train"), "val_dataloaders": passed.get("val")}
+        return cls(trainer, method, module, loaders, trainer.datamodule)
 
     def copied(self) -> Subject:
         """Returns a subject with copies of module and DataModule; data sets and the DataModule's tensors are shared."""
@@ -55,12 +60,7 @@ class Subject:
             yield
 
     def run(self, callbacks: Sequence[Callback], **arguments: Any) -> Trainer:
-        """Runs a trial on this module itself; returns its Trainer.
-
-        Args:
-            callbacks: the trial's own callbacks.
-            **arguments: Trainer arguments that override those of the user's Trainer.
-        """
+        """Runs a trial on this module itself, with other arguments than the Trainer's; returns the trial's Trainer."""
         trainer = self.trainer.trial(callbacks, **arguments)
         quiet = {} if self.method in ("fit", "predict") else {"verbose": False}
         getattr(trainer, self.method)(self.module, datamodule=self.datamodule, **self.loaders, **quiet)
@@ -91,12 +91,9 @@ def _parts(loader: Any) -> list[Any]:
     if isinstance(loader, Mapping):
         return [part for value in loader.values() for part in _parts(value)]
     if isinstance(loader, (list, tuple)):
-        return [part for value in loader for part in _parts(value)] if loader and not _is_batch(loader[0]) else []
+        holds_loaders = loader and not isinstance(loader[0], (Tensor, int, float))
+        return [part for value in loader for part in _parts(value)] if holds_loaders else []
     return [] if loader is None else [loader]
-
-
-def _is_batch(value: Any) -> bool:
-    return isinstance(value, (Tensor, int, float))
 
 
 def owners_of(name: str, module: Any, datamodule: Any) -> list[Any]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.rank_zero import inform, warn
 from leyden.trainer.datamodule import DataModule
-from leyden.trainer.tuning.batch_size import LIMITS, BatchSizeSearch
+from leyden.trainer.tuning.batch_size import BatchSizeSearch
 from leyden.trainer.tuning.learning_rate import LRFinder, RateSearch
-from leyden.trainer.tuning.trial import Subject, assign
+from leyden.trainer.tuning.trial import LOADERS, Subject, assign
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -137,8 +137,8 @@ class Tuner:
     def _subject(
         self, model: TrainModule, method: str, train: Any, val: Any, dataloaders: Any, datamodule: DataModule | None
     ) -> Subject:
-        if method not in LIMITS:
-            raise ConfigurationError(f"method={method!r}: {nearest(str(method), LIMITS)}")
+        if method not in LOADERS:
+            raise ConfigurationError(f"method={method!r}: {nearest(str(method), LOADERS)}")
         if isinstance(train, DataModule):
             train, datamodule = None, train
         if method == "fit" and dataloaders is not None:
