@@ -104,30 +104,12 @@ class HoldsParts(Bare):
         self.parts = parts
 
 
-class Broken(Bare):
-    """Its constructor raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        raise LookupError("the table of weights is missing")
-
-
 class Caused(Bare):
     """Its constructor raises an error with a cause."""
 
     def __init__(self) -> None:
         super().__init__()
         raise RuntimeError("no table") from LookupError("the word is missing")
-
-
-class OwnCounter(torch.optim.Adam):
-    """An Adam that counts its steps."""
-
-    steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        OwnCounter.steps += 1
-        return super().step(closure)
 
 
 class Points(DataModule):
@@ -151,11 +133,6 @@ class Points(DataModule):
         return DataLoader(self.data, self.batch_size)
 
     test_dataloader = predict_dataloader = val_dataloader
-
-
-class FewPoints(Points):
-    def __init__(self, batch_size: int = 8) -> None:
-        super().__init__(16, batch_size)
 
 
 class OwnNotes(Callback):

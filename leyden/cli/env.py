@@ -9,6 +9,8 @@ import shutil
 import sys
 
 import click
+import torch
+import torch.distributed as dist
 
 from leyden.checkpoint.format.secrets import masked_text, masked_value
 from leyden.cli.launch.cluster_variables import VARIABLES, cluster_variables
@@ -54,9 +56,7 @@ def command() -> None:
 
 
 def _versions() -> list[tuple[str, str]]:
-    import torch
-
-    rows = [("leyden", str(getattr(sys.modules["leyden"], "__version__", "?")))]
+    rows = [("leyden", sys.modules["leyden"].__version__)]
     rows += [("python", f"{platform.python_version()} ({sys.executable})"), ("system", platform.platform())]
     for name in PACKAGES:
         try:
@@ -68,9 +68,6 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _machine() -> list[tuple[str, str]]:
-    import torch
-    import torch.distributed as dist
-
     machine = this_machine()
     rows = [("CPUs", f"{available_cpus()} of {os.cpu_count()}, {platform.processor() or platform.machine()}")]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

@@ -11,7 +11,9 @@ from typing import Any
 
 import click
 
-from leyden.core.environment import with_variables
+from leyden.cli.configuration.stages import is_stage
+from leyden.core.environment import rank_environment, with_variables
+from leyden.core.errors import LeydenError, nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "new": ("new.new", "Write a small project that trains, as a start for your own."),
@@ -73,11 +75,7 @@ class Commands(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] not in (*COMMANDS, *ALIASES) and not args[0].startswith("-"):
-            import difflib
-
-            close = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.5)
-            hint = f"Did you mean {close[0]!r}? " if close else ""
-            ctx.fail(f"there is no command {args[0]!r}. {hint}Known: {', '.join(COMMANDS)}.")
+            ctx.fail(f"there is no command {args[0]!r}. {nearest(args[0], COMMANDS, [*COMMANDS])}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -95,7 +93,7 @@ class Commands(click.Group):
     },
     help="Leyden on the command line. `leyden COMMAND --help` shows the options of a command.",
 )
-@click.version_option(getattr(sys.modules["leyden"], "__version__", "?"), message="leyden %(version)s")
+@click.version_option(sys.modules["leyden"].__version__, message="leyden %(version)s")
 def leyden() -> None:
     """The group that holds all commands."""
 
@@ -127,10 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _is_users(error: Exception, words: Sequence[str]) -> bool:
     """Returns True for an error of the module that a command runs, or of a rank, which others than the user read."""
-    from leyden.cli.configuration.stages import is_stage
-    from leyden.core.environment import rank_environment
-    from leyden.core.errors import LeydenError
-
     return is_stage(list(words)) and (not isinstance(error, LeydenError) or rank_environment() is not None)
 
 
@@ -140,8 +134,6 @@ def _report(error: Exception) -> str:
     Raises:
         Exception: the error itself, under LEYDEN_DEBUG=1.
     """
-    from leyden.core.errors import LeydenError
-
     if isinstance(error, LeydenError):
         return str(error)
     if os.environ.get("LEYDEN_DEBUG") == "1":

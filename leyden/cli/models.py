@@ -17,8 +17,26 @@ from torch import nn
 
 from leyden.core.errors import ConfigurationError, MissingExtraError, kind_of, nearest
 
+
+def _parsed(ctx: click.Context, param: click.Parameter, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"--args {text[:99]}: not valid JSON ({error}): give '{{\"name\": value}}'."
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"--args {text}: give '{{\"name\": value}}'.")
+    return found
+
+
 ARGS = click.option(
-    "--args", "arguments", default="{}", metavar="JSON", help="Arguments of the class, such as '{\"width\": 64}'."
+    "--args",
+    "arguments",
+    default="{}",
+    metavar="JSON",
+    callback=_parsed,
+    help="Arguments of the class, such as '{\"width\": 64}'.",
 )
 DOWNLOAD = click.option(
     "--download", is_flag=True, help="The model may be a name on Hugging Face's hub; its config.json is downloaded."
@@ -45,9 +63,9 @@ def load_model(name: str, arguments: dict[str, Any], download: bool = False) -> 
     """
     path = Path(name)
     if path.is_dir() or path.suffix == ".json":
-        return _hugging_face(path if path.suffix == ".json" else path / "config.json", None)
+        return _hugging_face(path if path.suffix == ".json" else path / "config.json"), ""
     if download and not _is_script(name) and not _is_import_path(name):
-        return _hugging_face(None, name)
+        return _hugging_face(name), ""
     return _built(name, load_object(name), arguments)
 
 
@@ -160,40 +178,24 @@ def _built(name: str, kind: Any, arguments: dict[str, Any]) -> tuple[nn.Module, 
     return model, note
 
 
-def _hugging_face(config: Path | None, name: str | None) -> tuple[nn.Module, str]:
+def _hugging_face(source: Path | str) -> nn.Module:
+    """Builds the model that a local config.json describes, or that of a name on the hub."""
     try:
         import transformers
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "transformers", None, "a Hugging Face model") from error
-    if config is not None and not config.is_file():
-        raise ConfigurationError(f"{config} does not exist: give a folder with a config.json, or an import path.")
+    if isinstance(source, Path) and not source.is_file():
+        raise ConfigurationError(f"{source} does not exist: give a folder with a config.json, or an import path.")
     # Code next to the file is not trusted, so it is not run.
     try:
-        found = transformers.AutoConfig.from_pretrained(str(config or name), local_files_only=config is not None)
+        found = transformers.AutoConfig.from_pretrained(str(source), local_files_only=isinstance(source, Path))
     except (OSError, ValueError, KeyError, RecursionError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigurationError(
-            f"{config or name} is not the configuration of a Hugging Face model: {said}"
-        ) from error
-    architectures = getattr(found, "architectures", None) or [""]
-    kind: Any = (
-        transformers.AutoModelForCausalLM
-        if architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
-        else transformers.AutoModel
-    )
+        raise ConfigurationError(f"{source} is not the configuration of a Hugging Face model: {said}") from error
+    [architecture, *_] = getattr(found, "architectures", None) or [""]
+    is_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    kind: Any = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
     with torch.device("meta"):
         model = kind.from_config(found)  # type: ignore[no-untyped-call]
     assert isinstance(model, nn.Module)
-    return model, ""
-
-
-def parse_arguments(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(
-            f"--args {text[:99]}: not valid JSON ({error}): give '{{\"name\": value}}'."
-        ) from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"--args {text}: give '{{\"name\": value}}'.")
-    return found
+    return model

@@ -11,8 +11,6 @@ from pathlib import Path
 
 MAX_BINS = 2_000
 """Bins of a curve. A page is 1,400 pixels wide, and a zoom shows more of each."""
-
-
 MAX_STEP = 1e15
 
 
@@ -66,7 +64,7 @@ class Bins:
         self.width *= 2
 
     def merged(self, limit: int) -> Bins:
-        """Returns the same curve in at most `limit` bins, an even number."""
+        """Returns the same curve in at most `limit` bins."""
         found = Bins(limit)
         found.width = self.width
         for column in ("x", "low", "high", "mean"):

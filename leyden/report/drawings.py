@@ -43,17 +43,13 @@ def static_chart(curves: Sequence[tuple[str, Curve]], points: int) -> str:
         place = f"{LEFT + (tick - left) * across:.1f}"
         parts.append(f"<text x='{place}' y='{HEIGHT - 4}' text-anchor='middle'>{tick:g}</text>")
     for color, curve in curves:
-        one, every = curve.bins, max(1, math.ceil(len(curve.bins.x) / points))
-        spans = [slice(at, at + every) for at in range(0, len(one.x), every)]
-        xs, lows = [one.x[span][0] for span in spans], [min(one.low[span]) for span in spans]
-        highs = [max(one.high[span]) for span in spans]
-        means = [sum(one.mean[span]) / len(one.mean[span]) for span in spans]
-        if lows != highs:
-            outline = [*zip(xs, highs, strict=True), *zip(xs[::-1], lows[::-1], strict=True)]
+        one = curve.bins.merged(points)
+        if one.low != one.high:
+            outline = [*zip(one.x, one.high, strict=True), *zip(one.x[::-1], one.low[::-1], strict=True)]
             corners = " ".join(point(x, y) for x, y in outline)
             parts.append(f"<polygon points='{corners}' fill='{color}' fill-opacity='.25'/>")
-        line = " ".join(point(x, y) for x, y in zip(xs, means, strict=True))
-        if len(xs) == 1:
+        line = " ".join(point(x, y) for x, y in zip(one.x, one.mean, strict=True))
+        if len(one.x) == 1:
             right_of, below = line.split(",")
             parts.append(f"<circle cx='{right_of}' cy='{below}' r='3' fill='{color}'/>")
         else:

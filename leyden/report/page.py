@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
@@ -192,38 +192,40 @@ def _drawn(runs: Sequence[Recorded], curves: Iterable[tuple[int, Curve]]) -> lis
 
 def _system_charts(runs: Sequence[Recorded]) -> list[tuple[str, list[Drawn]]]:
     charts = []
-    for title, kind, make in (
+    for title, kind, points in (
         ("samples per second", "samples", _rates),
         ("peak memory of rank 0 (GB)", "memory", _gigabytes),
     ):
-        curves = [(index, curve) for index, run in enumerate(runs) if (curve := make(title, run.lines.get(kind, [])))]
+        curves = []
+        for index, run in enumerate(runs):
+            curve = Curve(title)
+            for step, value in points(run.lines.get(kind, [])):
+                curve.add(step, value)
+            curve.undone.clear()
+            if curve.count:
+                curves.append((index, curve))
         if curves:
             charts.append((title, _drawn(runs, curves)))
     return charts
 
 
-def _rates(title: str, lines: Sequence[dict[str, Any]]) -> Curve | None:
-    """Returns the samples per second, over stretches that the clock measures well."""
-    curve = Curve(title)
-    before = lines[0] if lines else {}
-    stretch = max(MIN_STRETCH, (lines[-1]["seconds"] - before["seconds"]) / 200) if lines else 0.0
+def _rates(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[float, float]]:
+    """Yields the samples per second, over stretches that the clock measures well."""
+    if not lines:
+        return
+    before = lines[0]
+    stretch = max(MIN_STRETCH, (lines[-1]["seconds"] - before["seconds"]) / 200)
     for line in lines:
         seconds, samples = line["seconds"] - before["seconds"], line["samples"] - before["samples"]
         if line["step"] < before["step"]:
             before = line
         elif seconds >= stretch and samples > 0:
-            curve.add(line["step"], samples / seconds)
+            yield line["step"], samples / seconds
             before = line
-    curve.undone.clear()
-    return curve if curve.count else None
 
 
-def _gigabytes(title: str, lines: Sequence[dict[str, Any]]) -> Curve | None:
-    curve = Curve(title)
-    for line in lines:
-        curve.add(line["step"], line["memory"] / 1e9)
-    curve.undone.clear()
-    return curve if curve.count else None
+def _gigabytes(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[float, float]]:
+    return ((line["step"], line["memory"] / 1e9) for line in lines)
 
 
 def _cards(charts: Sequence[tuple[str, list[Drawn]]], first: int, bins: int) -> str:
@@ -332,7 +334,8 @@ def _media(run: Recorded, named: bool) -> str:
         where = f"<h3>{escape(picture.name)} <span class='soft'>step {picture.step}</span></h3>"
         if picture.data:
             kind = "png" if picture.data.startswith(b"\x89PNG") else "jpeg"
-            body = f"<img alt='{escape(picture.name)}' src='data:image/{kind};base64,{_encoded(picture.data)}'>"
+            source = f"data:image/{kind};base64,{base64.b64encode(picture.data).decode()}"
+            body = f"<img alt='{escape(picture.name)}' src='{source}'>"
         else:
             body = "<p class='soft'>Too large for this page, or its file is gone.</p>"
         captions = "".join(f"<small class='soft'>{escape(_cut(str(caption)))} </small>" for caption in picture.captions)
@@ -345,10 +348,6 @@ def _media(run: Recorded, named: bool) -> str:
         shown += f"<h3>{escape(table.name)} <span class='soft'>step {table.step}</span></h3>"
         shown += f"<div class='text'>{_table(heads, rows)}</div>{more}"
     return f"{_title('Samples', run, named)}{shown}" if shown else ""
-
-
-def _encoded(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 def _checkpoints(run: Recorded, named: bool) -> str:
@@ -380,13 +379,10 @@ def _start(run: Recorded, named: bool) -> str:
         rows = [[name, f"<code>{escape(str(value))}</code>"] for name, value in facts if value]
         parts.append(_table([], rows))
         arguments = dict(start.get("arguments") or {})
-        changed = [name for name in start.get("changed", ()) if name in arguments]
-        for title, names in (("Arguments that differ from the defaults", changed), ("All arguments", [*arguments])):
-            table = _table([], [[escape(name), f"<code>{escape(_plain(arguments[name]))}</code>"] for name in names])
-            whole = f"<details><summary>{title.lower()}</summary>{table}</details>"
-            parts.append(whole if names is not changed else f"<h3>{title}</h3>{table}" if changed else "")
-    rows = [[escape(name), f"<code>{escape(_plain(value))}</code>"] for name, value in run.hparams.items()]
-    parts.append(f"<h3>Hyperparameters</h3>{_table([], rows)}" if rows else "")
+        changed = {name: arguments[name] for name in start.get("changed", ()) if name in arguments}
+        parts.append(f"<h3>Arguments that differ from the defaults</h3>{_values_of(changed)}" if changed else "")
+        parts.append(f"<details><summary>all arguments</summary>{_values_of(arguments)}</details>")
+    parts.append(f"<h3>Hyperparameters</h3>{_values_of(run.hparams)}" if run.hparams else "")
     versions = [[escape(name), escape(str(version))] for name, version in (start.get("versions") or {}).items()]
     parts.append(f"<details><summary>versions</summary>{_table([], versions)}</details>" if versions else "")
     others = "".join(
@@ -415,25 +411,26 @@ def _title(text: str, run: Recorded, named: bool) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a table of HTML cells. A row of a single cell in a table of several columns spans them all."""
-    width = max([len(heads), *map(len, rows)], default=0)
+    width = max([len(heads), *map(len, rows)])
     top = "".join(f"<th scope='col'>{head}</th>" for head in heads)
-    body = "".join(f"<tr>{''.join(_cells(row, width))}</tr>" for row in rows)
     head = f"<thead><tr>{top}</tr></thead>" if heads else ""
+    body = ""
+    for row in rows:
+        span = f" colspan='{width}'" if len(row) == 1 < width else ""
+        body += f"<tr>{''.join(f'<td{span}>{cell}</td>' for cell in row)}</tr>"
     return f"<div class='wide'><table>{head}<tbody>{body}</tbody></table></div>"
 
 
-def _cells(row: Sequence[str], width: int) -> Iterator[str]:
-    for cell in row:
-        span = f" colspan='{width}'" if len(row) == 1 < width else ""
-        yield f"<td{span}>{cell}</td>"
+def _values_of(names: Mapping[str, Any]) -> str:
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in names.items()
+    }
+    return _table([], [[escape(name), f"<code>{escape(_cut(text))}</code>"] for name, text in texts.items()])
 
 
 def _color(index: int) -> str:
     return COLORS[index % len(COLORS)]
-
-
-def _plain(value: Any) -> str:
-    return _cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _cut(text: str) -> str:

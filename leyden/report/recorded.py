@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -287,7 +288,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _checkpoints(folder: Path, starts: Sequence[Mapping[str, Any]]) -> Iterator[Saved]:
-    found = [(path, manifest) for path, manifest in ordered(folder / CHECKPOINTS, 1) if not path.is_symlink()]
+    found = ordered(folder / CHECKPOINTS, 1)
     scores: dict[str, dict[str, float]] = {}
     for path, _ in found:
         for monitor, ranked in _rankings(_json(path / "callbacks.json")):
@@ -295,13 +296,14 @@ def _checkpoints(folder: Path, starts: Sequence[Mapping[str, Any]]) -> Iterator[
                 scores.setdefault(name, {})[monitor] = score
     arguments = starts[-1].get("arguments") if starts else None
     resumes_itself = isinstance(arguments, dict) and arguments.get("resume") == "auto"
+    newest = next((path for path, manifest in reversed(found) if not isinstance(manifest, CheckpointError)), None)
     for path, manifest in found:
         if isinstance(manifest, CheckpointError):
             yield Saved(path, 0, 0, {}, 0, f"damaged: {manifest}")
             continue
         step, epoch = manifest.progress.get("global_step", 0), manifest.progress.get("epoch", 0)
         size = sum(entry.size for entry in manifest.files.values())
-        command = _command(path, resumes_itself and path == found[-1][0])
+        command = _command(path, resumes_itself and path == newest)
         yield Saved(path, step, epoch, scores.get(path.name, {}), size, command)
 
 
@@ -323,8 +325,6 @@ def _command(path: Path, is_next: bool) -> str:
         path: the checkpoint.
         is_next: True if the run's own command continues from it, as with `Trainer(resume="auto")`.
     """
-    import shlex
-
     saved = _json(path / "command.json")
     words, folder = saved.get("words"), saved.get("folder")
     argument = f'trainer.fit(module, ckpt_path="{path.resolve()}")'

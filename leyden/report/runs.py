@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -74,23 +73,24 @@ class RunSummary:
         """Reads the folder of a run."""
         run, status = read_run_id(folder), RunStatus.read(folder)
         places = [("checkpoints", 0)] if status is None else status.places
-        newest, ranking = _newest(folder, run, places)
-        step = None if newest is None else _integer(newest[1].progress.get("global_step"))
-        metric, best, mode = ranking or (None, None, None)
-        return cls(
-            path=folder,
-            run=run,
-            state="unknown" if status is None else status.state,
-            step=step if status is None or status.step is None else status.step,
-            metric=metric,
-            best=best,
-            mode=mode,
-            started=_made(folder) if status is None else _seconds(status.started),
-            ended=None if status is None or status.ended is None else _seconds(status.ended),
-            size=_size(folder),
-            checkpoint=None if newest is None else newest[0],
-            host=None if status is None else status.owner.host,
-            pid=None if status is None else status.owner.pid,
+        checkpoints = _own_checkpoints(folder, run, places)
+        newest, manifest = checkpoints[0] if checkpoints else (None, None)
+        step = None if manifest is None else _integer(manifest.progress.get("global_step"))
+        rankings = (_ranking(path, manifest) for path, manifest in checkpoints)
+        metric, best, mode = next((found for found in rankings if found is not None), (None, None, None))
+        known = cls(
+            path=folder, run=run, step=step, metric=metric, best=best, mode=mode, size=_size(folder), checkpoint=newest
+        )
+        if status is None:
+            return replace(known, started=_made(folder))
+        return replace(
+            known,
+            state=status.state,
+            step=step if status.step is None else status.step,
+            started=_seconds(status.started),
+            ended=None if status.ended is None else _seconds(status.ended),
+            host=status.owner.host,
+            pid=status.owner.pid,
         )
 
 
@@ -123,21 +123,8 @@ def read_run_id(folder: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _newest(
-    folder: Path, run: str | None, places: Any
-) -> tuple[tuple[Path, Manifest] | None, tuple[str | None, float, str | None] | None]:
-    """Returns a run's newest checkpoint with its manifest, and the best value that its newest full one records."""
-    newest, ranking = None, None
-    for path, manifest in _own_checkpoints(folder, run, places):
-        newest = newest or (path, manifest)
-        ranking = _ranking(path, manifest)
-        if ranking is not None:
-            break
-    return newest, ranking
-
-
-def _own_checkpoints(folder: Path, run: str | None, places: Any) -> Iterator[tuple[Path, Manifest]]:
-    """Yields a run's checkpoints, newest first. A folder that the user named may hold those of other runs, too."""
+def _own_checkpoints(folder: Path, run: str | None, places: Any) -> list[tuple[Path, Manifest]]:
+    """Returns a run's checkpoints, newest first. A folder that the user named may hold those of other runs, too."""
     found: list[tuple[Path, Manifest]] = []
     for name, depth in places:
         # An unreadable folder, or a null byte in its name.
@@ -146,7 +133,7 @@ def _own_checkpoints(folder: Path, run: str | None, places: Any) -> Iterator[tup
             for path, manifest in ordered(place, depth):
                 if isinstance(manifest, Manifest) and (place.is_relative_to(folder) or _is_of(path, manifest, run)):
                     found.append((path, manifest))
-    yield from sorted(found, key=lambda one: (one[1].saved_at, one[1].save_counter), reverse=True)
+    return sorted(found, key=lambda one: (one[1].saved_at, one[1].save_counter), reverse=True)
 
 
 def _is_of(path: Path, manifest: Manifest, run: str | None) -> bool:

@@ -74,7 +74,7 @@ def test_variables_equal_those_of_accelerates_launcher(
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(COMMON + FILES[name])
-    ours = resolve(read_file(file), ElasticOptions(), GPUS, str(file), {}).variables()
+    ours = resolve(read_file(file), ElasticOptions(), GPUS, {}).variables()
     expected = {key: value.lower() for key, value in accelerate_variables(file, monkeypatch).items()}
     found = {key: value.lower() for key, value in ours.items() if key.startswith(("ACCELERATE_", "FSDP_", "MEGATRON_"))}
     if name.startswith("fsdp"):
@@ -89,7 +89,7 @@ def test_variables_equal_those_of_accelerates_launcher(
 def test_mesh_axes_are_set_as_accelerates_variables(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("num_processes: 2\nuse_cpu: true\nparallelism_config: {parallelism_config_tp_size: 2}\n")
-    found = resolve(read_file(file), ElasticOptions(), GPUS, str(file), {}).variables()
+    found = resolve(read_file(file), ElasticOptions(), GPUS, {}).variables()
     assert found["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
     assert found["PARALLELISM_CONFIG_TP_SIZE"] == "2"
     assert found["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "1"

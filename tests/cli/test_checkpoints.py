@@ -209,11 +209,7 @@ def test_a_converted_lightning_run_resumes(after_fit: bool, invoke: Any, tmp_pat
         "lr_schedulers": [scheduler.state_dict()],
         "loops": {
             "fit_loop": {
-                "epoch_loop.batch_progress": {
-                    "total": counter(4),
-                    "current": counter(2),
-                    "is_last_batch": True,
-                },
+                "epoch_loop.batch_progress": {"total": counter(4), "current": counter(2), "is_last_batch": True},
                 "epoch_progress": {"current": epochs},
             }
         },
@@ -232,10 +228,7 @@ def test_a_lightning_checkpoint_saved_at_a_batchs_end_counts_that_batch(invoke: 
     """Lightning counts a batch as completed only after the callbacks that save at its end."""
     module, optimizer, _, _ = plain_loop(1)
     batches = {"total": {**counter(1), "completed": 0}, "current": {**counter(1), "completed": 0}}
-    loops = {
-        "epoch_loop.batch_progress": batches,
-        "epoch_progress": {"current": {**counter(1), "processed": 0}},
-    }
+    loops = {"epoch_loop.batch_progress": batches, "epoch_progress": {"current": {**counter(1), "processed": 0}}}
     loaded = {"epoch": 0, "global_step": 1, "state_dict": module.state_dict(), "loops": {"fit_loop": loops}}
     torch.save({**loaded, "optimizer_states": [optimizer.state_dict()]}, tmp_path / "run.ckpt")
     done = invoke("convert", "run.ckpt")

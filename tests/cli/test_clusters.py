@@ -255,7 +255,7 @@ def plan(
     settings, elastic = with_cluster(
         Settings(flags or {}), parse(file or {}), elastic or ElasticOptions(), per_machine, machine, environ
     )
-    return resolve(settings, elastic, machine, "flags", environ)
+    return resolve(settings, elastic, machine, environ)
 
 
 def test_flags_override_variables_and_variables_the_file() -> None:

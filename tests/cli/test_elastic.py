@@ -349,7 +349,7 @@ def test_a_cable_is_cut(cluster: Callable[..., Cluster], monkeypatch: pytest.Mon
 def plan(environ: dict[str, str], flags: dict[str, Any] | None = None, **elastic: Any) -> LaunchPlan:
     machine, options = Machine(cpus=3), ElasticOptions(**elastic)
     settings, options = with_cluster(Settings(flags or {}), Settings(), options, None, machine, environ)
-    return resolve(settings, options, machine, "flags", environ)
+    return resolve(settings, options, machine, environ)
 
 
 POD = {"PET_NNODES": "1:4", "PET_NODE_RANK": "7", "PET_MASTER_ADDR": "main", "PET_MASTER_PORT": "29400"}

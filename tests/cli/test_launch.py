@@ -81,7 +81,6 @@ def without_gloo_lines(printed: str) -> str:
 def test_the_line_of_a_failed_rank_is_the_users_in_a_folder_of_any_name(leyden: Any, tmp_path: Path) -> None:
     script = tmp_path / "lib" / "python-work" / "torch" / "leyden" / "trainer" / "train.py"
     script.parent.mkdir(parents=True)
-    script.write_text("import torch\n\ntorch.zeros(2) + torch.zeros(3)\ntorch.nn.Linear(2, 2)(torch.zeros(3))\n")
     script.write_text("import torch\n\ntorch.nn.Linear(2, 2)(torch.zeros(3))\n")
     done = leyden("launch", "--cpu", "--num_processes", 1, "-q", script)
     assert f"line       {script}, line 3, in <module>" in done.stderr
@@ -176,17 +175,8 @@ def run_together(commands: list[list[str]], environs: list[dict[str, str]], fold
 @pytest.mark.full
 def test_two_machines_rendezvous(script: Path, tmp_path: Path, environ: dict[str, str]) -> None:
     """Two agents on one host act as two machines."""
-    shared = [
-        "--num_machines",
-        "2",
-        "--num_processes",
-        "2",
-        "--main_process_ip",
-        "127.0.0.1",
-        "--main_process_port",
-        str(free_port()),
-    ]
-    base = [sys.executable, "-m", "leyden", "launch", "--cpu", *shared]
+    shared = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
+    base = [sys.executable, "-m", "leyden", "launch", "--cpu", *shared, "--main_process_port", str(free_port())]
     results = run_together(
         [[*base, "--machine_rank", str(rank), "train.py"] for rank in (0, 1)], [environ] * 2, tmp_path
     )
@@ -199,24 +189,14 @@ def test_two_machines_rendezvous(script: Path, tmp_path: Path, environ: dict[str
 def test_a_lost_rendezvous_is_reported_in_one_line(invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-    from leyden.launch import elastic as engine
+    from leyden.cli.launch import agent
 
     def lose_connection(*_: Any, **__: Any) -> int:
         raise RendezvousConnectionError("the store has gone")
 
-    monkeypatch.setattr(engine, "run_engine", lose_connection)
-    flags = (
-        "--cpu",
-        "--num_machines",
-        "2",
-        "--rdzv_endpoint",
-        "10.0.0.1:5000",
-        "--preflight_timeout",
-        "0",
-        "-q",
-        "--no_python",
-    )
-    done = invoke("launch", "--num_processes", "2", *flags, "true")
+    monkeypatch.setattr(agent, "run_engine", lose_connection)
+    flags = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--rdzv_endpoint", "10.0.0.1:5000"]
+    done = invoke("launch", *flags, "--preflight_timeout", "0", "-q", "--no_python", "true")
     assert done.returncode == 2
     assert "lost each other at 10.0.0.1:5000 (the store has gone)" in done.stderr
 
@@ -236,12 +216,7 @@ def test_one_slurm_task_per_machine_starts_its_ranks(script: Path, tmp_path: Pat
 
 def test_one_slurm_task_per_rank_becomes_the_rank(script: Path, tmp_path: Path, environ: dict[str, str]) -> None:
     """The processes have the variables that srun sets for two tasks on one machine."""
-    slurm = {
-        "SLURM_JOB_ID": str(free_port()),
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1",
-    }
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     slurm |= {"SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost"}
     tasks = [{**environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
     command = [sys.executable, "-m", "leyden", "launch", "--cpu", "--main_process_port", str(free_port()), "train.py"]

@@ -31,7 +31,7 @@ TASK = {
 def plan(
     found: dict[str, Any], machine: Machine = CPU, elastic: ElasticOptions | None = None, **environ: str
 ) -> LaunchPlan:
-    return resolve(parse(found), elastic or ElasticOptions(), machine, "flags", environ)
+    return resolve(parse(found), elastic or ElasticOptions(), machine, environ)
 
 
 @pytest.mark.parametrize(
@@ -108,21 +108,9 @@ def test_one_slurm_task_per_rank_becomes_the_rank() -> None:
     task = {**TASK, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
     found = plan({"main_process_port": 5000}, **task)
     assert found.rank is not None
-    variables = found.variables()
-    assert {
-        name: variables[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    } == {
-        "RANK": "3",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "1",
-    }
-    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"], variables["LEYDEN_STARTER"]) == (
-        "gpu007",
-        "5000",
-        "slurm",
-    )
+    expected = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    expected |= {"MASTER_ADDR": "gpu007", "MASTER_PORT": "5000", "LEYDEN_STARTER": "slurm"}
+    assert expected.items() <= found.variables().items()
     with pytest.raises(ConfigurationError, match="srun started 4 tasks"):
         plan({"num_processes": 2}, **task)
     with pytest.raises(ConfigurationError, match="one task there"):
@@ -153,11 +141,7 @@ def test_one_slurm_task_per_rank_becomes_the_rank() -> None:
             "cp_size=2 and sp_size=2 both divide",
         ),
         (
-            {
-                "num_processes": 2,
-                "use_deepspeed": True,
-                "parallelism_config": {"parallelism_config_sp_size": 2},
-            },
+            {"num_processes": 2, "use_deepspeed": True, "parallelism_config": {"parallelism_config_sp_size": 2}},
             CPU,
             "Use distributed_type: FSDP",
         ),

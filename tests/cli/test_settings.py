@@ -10,7 +10,7 @@ import yaml
 
 from leyden import ConfigurationError
 from leyden.cli.settings.keys import FAMILIES, TOP, ConfigKey
-from leyden.cli.settings.settings import accelerate_file, default_file, parse, read_file, write_file
+from leyden.cli.settings.settings import default_file, found_file, parse, read_file, write_file
 from leyden.strategies.deepspeed.config import ZeroConfig
 from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 
@@ -172,16 +172,20 @@ def test_flags_override_the_file() -> None:
     assert settings.section("fsdp_config") == {"fsdp_offload_params": False, "fsdp_min_num_params": 3}
 
 
-def test_default_files_are_found_in_the_cache_folder(tmp_path: Path) -> None:
-    environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert default_file(environ) == tmp_path / "leyden" / "default_config.yaml"
-    assert default_file({}) == Path.home() / ".cache" / "leyden" / "default_config.yaml"
-    assert accelerate_file(environ) is None
-    default = tmp_path / "huggingface" / "accelerate" / "default_config.yaml"
-    default.parent.mkdir(parents=True)
-    default.touch()
-    assert accelerate_file(environ) == default
-    assert accelerate_file({"HF_HOME": str(tmp_path / "huggingface")}) == default
+def test_default_files_are_found_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert default_file() == Path.home() / ".cache" / "leyden" / "default_config.yaml"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_file() == tmp_path / "leyden" / "default_config.yaml"
+    assert found_file()[0] is None
+    theirs = tmp_path / "huggingface" / "accelerate" / "default_config.yaml"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    assert found_file()[0] == theirs
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    assert found_file()[0] == theirs
 
 
 def test_flag_values_are_parsed_by_type() -> None:

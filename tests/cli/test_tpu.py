@@ -35,7 +35,7 @@ use_cpu: false
 
 
 def plan(**changes: Any) -> LaunchPlan:
-    return resolve(parse({**yaml.safe_load(FILE), **changes}), ElasticOptions(), Machine(cpus=8), "flags", {})
+    return resolve(parse({**yaml.safe_load(FILE), **changes}), ElasticOptions(), Machine(cpus=8), {})
 
 
 def test_each_process_in_the_file_becomes_a_rank() -> None:

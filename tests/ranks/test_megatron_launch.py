@@ -26,7 +26,7 @@ class Planned(GPT):
 def launch(ranks: int, **section: Any) -> LaunchPlan:
     options = {f"megatron_lm_{name}": value for name, value in section.items()}
     file = {"distributed_type": "MEGATRON_LM", "num_processes": ranks, "use_cpu": True, "megatron_lm_config": options}
-    return resolve(parse(file), ElasticOptions(), Machine(cpus=ranks), "a file", {})
+    return resolve(parse(file), ElasticOptions(), Machine(cpus=ranks), {})
 
 
 def train() -> dict[str, Any]:

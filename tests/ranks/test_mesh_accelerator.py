@@ -302,7 +302,7 @@ def train_launched() -> dict[str, Any]:
 @pytest.mark.full
 def test_launch_lays_out_the_mesh_of_its_config_file(single: dict[str, Any]) -> None:
     file = {"num_processes": 2, "use_cpu": True, "parallelism_config": {"parallelism_config_tp_size": 2}}
-    plan = resolve(parse(file), ElasticOptions(), Machine(cpus=2), "a file", {})
+    plan = resolve(parse(file), ElasticOptions(), Machine(cpus=2), {})
     variables = {
         name: value for name, value in plan.variables().items() if name.startswith(("LEYDEN", "ACCEL", "PARALLEL"))
     }

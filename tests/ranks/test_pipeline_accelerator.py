@@ -327,7 +327,7 @@ def launched(ranks: int, **section: Any) -> dict[str, str]:
     """Returns the variables that a launch with Accelerate's config file sets."""
     options = {f"megatron_lm_{name}": value for name, value in {**SECTION, **section}.items()}
     file = {"distributed_type": "MEGATRON_LM", "num_processes": ranks, "use_cpu": True, "megatron_lm_config": options}
-    plan = resolve(parse(file), ElasticOptions(), Machine(cpus=ranks), "a file", {})
+    plan = resolve(parse(file), ElasticOptions(), Machine(cpus=ranks), {})
     return {name: value for name, value in plan.variables().items() if name.startswith(("LEYDEN", "MEGATRON"))}
 
 

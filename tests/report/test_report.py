@@ -336,6 +336,16 @@ def test_the_record_survives_damage(tmp_path: Path) -> None:
     assert "damaged" in Content(write_report([folder], tmp_path / "page.html")).text
 
 
+def test_a_damaged_checkpoint_does_not_hide_from_which_one_the_run_continues(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(every_n_train_steps=6, save_top_k=-1)
+    trainer = fit(tmp_path, logger=False, callbacks=[saves], enable_checkpointing=True, resume="auto")
+    folder = Path(str(trainer.run_folder))
+    (folder / "checkpoints" / "epoch=0-step=6" / "manifest.json").write_bytes(b"\0")
+    newest, damaged = read_run(folder, "run").checkpoints
+    assert newest.command.startswith("cd ") and "# with" not in newest.command
+    assert damaged.command.startswith("damaged")
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -11,11 +11,12 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from torch import Tensor
 
 from leyden.checkpoint.foreign import load_weights_only
@@ -28,7 +29,7 @@ from leyden.checkpoint.frozen import FrozenPart
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.cli.checkpoint.convert_state import Names, of_accelerate, of_lightning
-from leyden.cli.models import ARGS, load_model, parse_arguments
+from leyden.cli.models import ARGS, load_model
 from leyden.core.errors import ConfigurationError
 from leyden.core.paths import local_path
 
@@ -59,7 +60,7 @@ def command(
     prefix: str | None,
     like: str | None,
     merged: bool,
-    arguments: str,
+    arguments: dict[str, Any],
 ) -> None:
     """Convert FILE to a checkpoint and write it to OUT.
 
@@ -83,9 +84,10 @@ def command(
     if merged:
         raise ConfigurationError(f"--merged is for checkpoints of Leyden's HFModule, and {place} is none.")
     target = place_of(out, "OUT") if out else named.with_name(f"{named.stem}-leyden")
+    order = None if like is None else [name for name, _ in load_model(like, arguments)[0].named_parameters()]
     with tempfile.TemporaryDirectory(prefix="leyden-convert-") as temporary:
         source = _downloaded(place, Path(temporary)) if isinstance(place, BucketPath) else place
-        _convert(source, target, trust, model, prefix, like, arguments)
+        _convert(source, target, trust, model, f"{prefix}." if prefix else "", order)
 
 
 def _downloaded(place: BucketPath, folder: Path) -> Path:
@@ -102,25 +104,22 @@ def _downloaded(place: BucketPath, folder: Path) -> Path:
     return target
 
 
-def _convert(
-    source: Path, target: Place, trust: bool, model: int | None, prefix: str | None, like: str | None, arguments: str
-) -> None:
-    before = f"{prefix}." if prefix else ""
+def _convert(source: Path, target: Place, trust: bool, model: int | None, prefix: str, order: list[str] | None) -> None:
     hparams: dict[str, Any] = {}
     if source.is_dir():
         weights, others = folder_weights(source, trust, model)
-        taken = of_accelerate(source, Names(weights, _order(like, arguments), before), trust, model or 0)
+        taken = of_accelerate(source, Names(weights, order, prefix), trust, model or 0)
         taken.left += [
             name for name in others if not any(name in left for left in taken.left) and name not in taken.files
         ]
     else:
         loaded = load_weights_only(source, trust=trust)
         weights, hparams = _state_dict(loaded, source), _hparams(loaded)
-        names = Names(weights, _order(like, arguments), before)
+        names = Names(weights, order, prefix)
         taken = of_lightning(loaded if isinstance(loaded, Mapping) else {}, names)
     kept, dropped = _encodable(hparams)
     with CheckpointWriter(target) as writer:
-        writer.model({f"{before}{name}": tensor for name, tensor in weights.items()})
+        writer.model({f"{prefix}{name}": tensor for name, tensor in weights.items()})
         if kept:
             writer.state("hparams", {"module": masked_values(kept)})
         if not taken.is_empty:
@@ -160,12 +159,6 @@ def _save_pretrained(checkpoint: Place, folder: Path, merged: bool) -> None:
     HFModule.load_from_checkpoint(str(checkpoint), model=source).save_pretrained(folder, merged=merged)
 
 
-def _order(like: str | None, arguments: str) -> list[str] | None:
-    if like is None:
-        return None
-    return [name for name, _ in load_model(like, parse_arguments(arguments))[0].named_parameters()]
-
-
 def _state_dict(loaded: Any, source: Path) -> dict[str, Tensor]:
     """Returns the weights in a file: its own dict, or the entry state_dict (Lightning) or model."""
     candidates = [loaded.get("state_dict"), loaded.get("model"), loaded] if isinstance(loaded, Mapping) else []
@@ -201,27 +194,24 @@ def folder_weights(source: Path, trust: bool, model: int | None) -> tuple[dict[s
     """
     files: dict[int, list[Path]] = {}
     for path in sorted(source.iterdir()):
-        found = MODEL.match(path.name)
-        if found:
-            files.setdefault(int(found[1] or 0), []).append(path)
+        if name := MODEL.match(path.name):
+            files.setdefault(int(name[1] or 0), []).append(path)
     others = [path.name for path in sorted(source.iterdir()) if path.name.startswith(OTHERS)]
     sharded = [path for path in sorted(source.glob("pytorch_model_fsdp_*")) if path.is_dir()]
     zero = _zero_folders(source)
-    if not files and not sharded and not zero:
+    found: dict[int, Any] = files or dict(enumerate(sharded or zero))
+    read: Callable[[Any, bool], dict[str, Tensor]] = _of_files if files else _sharded if sharded else _zero
+    if not found:
         raise CheckpointError(
             source, "holds no model.safetensors and no pytorch_model.bin: give a folder of Accelerate's save_state."
         )
-    count = len(files) or len(sharded) or len(zero)
+    count = len(found)
     if model is None and count > 1:
         raise CheckpointError(source, f"holds {count} models: choose one with --model 0 to --model {count - 1}.")
     model = model or 0
-    if not files:
-        if model >= count:
-            raise CheckpointError(source, f"has no model {model}.")
-        return _sharded(sharded[model], trust) if sharded else _zero(zero[model], trust), others
-    if model not in files:
-        raise CheckpointError(source, f"has no model {model}: there are {', '.join(map(str, sorted(files)))}.")
-    return _of_files(files[model], trust), others
+    if model not in found:
+        raise CheckpointError(source, f"has no model {model}: there are {', '.join(map(str, sorted(found)))}.")
+    return read(found[model], trust), others
 
 
 def _of_files(files: list[Path], trust: bool) -> dict[str, Tensor]:
@@ -253,8 +243,6 @@ def _sharded(folder: Path, trust: bool) -> dict[str, Tensor]:
         raise CheckpointError(
             folder, "is a sharded checkpoint whose .metadata is a pickle. If you trust who wrote it, pass --trust."
         )
-    import tempfile
-
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with tempfile.TemporaryDirectory() as place:
@@ -280,8 +268,6 @@ def _zero(folder: Path, trust: bool) -> dict[str, Tensor]:
         raise CheckpointError(
             folder, "was saved by DeepSpeed's engine, in pickles. If you trust who wrote it, pass --trust."
         )
-    import torch
-
     from leyden.strategies.deepspeed.initialize import import_deepspeed
 
     # DeepSpeed reports its progress on standard output.

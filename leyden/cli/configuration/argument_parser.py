@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
-from leyden.cli.configuration.class_paths import LRSchedulerTypeTuple, import_slow
+from leyden.cli.configuration.class_paths import LRSchedulerTypeTuple
 from leyden.cli.configuration.passed_on import passed_on
 from leyden.cli.configuration.writable import LOST, writable
 from leyden.core.errors import ConfigurationError, kind_of, needs
@@ -177,7 +177,6 @@ class LeydenArgumentParser(ArgumentParser):
 
     def _load_config_parser_mode(self, content: str, *args: Any, **kwargs: Any) -> Any:
         # Every configuration file passes through here, including default files and those named by a variable.
-        import_slow(content)
         config = super()._load_config_parser_mode(content, *args, **kwargs)  # type: ignore[no-untyped-call]
         for name in self._ignored_in_files:
             config.pop(name, None)

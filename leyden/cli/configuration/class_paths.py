@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
-import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from leyden.core.errors import ConfigurationError, nearest
 
 ROOMS = ("leyden.callbacks", "leyden.strategies", "leyden.trainer", "leyden.trainer.profilers")
-SLOW = ("FSDPStrategy", "MeshStrategy", "ModelParallelStrategy")
-"""Classes that import parts of torch, which takes half a second each."""
-LARGE = 1_000_000
-"""Size in bytes from which a file is taken for data rather than a configuration."""
-FILES = re.compile(r"[^\s\"'=,\[\]{}]+\.(?:ya?ml|json)\b")
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -50,7 +41,6 @@ LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
 """The annotation of an argument that makes a scheduler from an optimizer."""
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
 LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
-LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
 
 
 def imported(path: str) -> Any:
@@ -89,37 +79,9 @@ def instantiate_class(args: Any | tuple[Any, ...], init: Mapping[str, Any]) -> A
     return imported(init["class_path"])(*positional, **dict(init.get("init_args") or {}))
 
 
-def import_own(words: Iterable[str], variables: str = "LEYDEN") -> None:
-    """Imports every callback, strategy and profiler. jsonargparse finds a class by name only after its import.
-
-    Args:
-        words: the command line. Slow classes are imported only if they are mentioned in it, in a file that it names, or
-            in an environment variable.
-        variables: prefix of those environment variables.
-    """
+def import_own() -> None:
+    """Imports every callback, strategy and profiler. jsonargparse finds a class by name only after its import."""
     for room in ROOMS:
         module = importlib.import_module(room)
         for name in getattr(module, "__all__", ()):
-            if name not in SLOW:
-                getattr(module, name)
-    for text in (*words, *(value for name, value in os.environ.items() if name.startswith(variables))):
-        import_slow(text)
-
-
-def import_slow(text: str, folder: Path | None = None, depth: int = 4) -> None:
-    """Imports the slow classes that are mentioned in a text, or in files that it names.
-
-    Args:
-        text: a word of the command line, or the content of a file.
-        folder: folder of that file. Default: the current folder.
-        depth: how many levels of files that name other files to follow.
-    """
-    strategies = importlib.import_module("leyden.strategies")
-    for name in SLOW:
-        if name in text:
-            getattr(strategies, name)
-    for path in FILES.findall(text) if depth else ():
-        file = (folder or Path()) / Path(path).expanduser()
-        with contextlib.suppress(OSError, ValueError):
-            if file.stat().st_size < LARGE:
-                import_slow(file.read_text(encoding="utf-8"), file.parent, depth - 1)
+            getattr(module, name)

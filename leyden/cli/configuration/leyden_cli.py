@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.save_config import SaveConfigCallback
 from leyden.checkpoint.format.secrets import masked_names
 from leyden.cli.configuration.class_paths import ArgsType, ReduceLROnPlateau, import_own, instantiate_class
+from leyden.cli.configuration.writable import is_same
 from leyden.core.environment import rank_environment
 from leyden.core.errors import ConfigurationError
 from leyden.core.rank_zero import warn
@@ -115,10 +115,7 @@ class LeydenCLI:
         self._parsers: dict[str | None, LeydenArgumentParser] = {}
         self._method_options: dict[str, list[str]] = {}
 
-        import_own(
-            sys.argv[1:] if args is None else args if isinstance(args, list) else [str(args)],
-            variables=self.parser_kwargs.get("env_prefix", "LEYDEN"),
-        )
+        import_own()
         names = self.subcommands()
         kwargs = {key: value for key, value in self.parser_kwargs.items() if key not in names}
         self.setup_parser(run, kwargs, {name: self.parser_kwargs.get(name, {}) for name in names})
@@ -248,13 +245,13 @@ class LeydenCLI:
             callbacks.append(self.save_config_callback(parser, config, **self.save_config_kwargs))
         # Defaults are not passed, so `leyden launch` can still fill them.
         defaults = {name: p.default for name, p in _parameters(self.trainer_class).items()}
-        given = {name: value for name, value in arguments.items() if not _is_same(value, defaults.get(name, ...))}
+        given = {name: value for name, value in arguments.items() if not is_same(value, defaults.get(name, ...))}
         if "callbacks" in defaults:
             given["callbacks"] = callbacks
         elif callbacks:
             warn(
                 f"{_owner(self.trainer_class).__name__} has no argument callbacks, so the configuration is not saved "
-                "and the CLI's other callbacks are not added.",
+                "and the CLI's other callbacks are not added."
             )
         return self.trainer_class(**given)
 
@@ -380,9 +377,7 @@ class LeydenCLI:
                 raise ConfigurationError("--lr_scheduler needs an optimizer. Give --optimizer too.")
             return
         if type(self.model).configure_optimizers not in (TrainModule.configure_optimizers, self.configure_optimizers):
-            warn(
-                f"{type(self.model).__name__}.configure_optimizers is not called: --optimizer replaces it.",
-            )
+            warn(f"{type(self.model).__name__}.configure_optimizers is not called: --optimizer replaces it.")
         configure = partial(_configured, self.model, self.configure_optimizers, **found)
         vars(self.model)["configure_optimizers"] = configure
 
@@ -445,10 +440,6 @@ def _parameters(trainer_class: Any) -> dict[str, inspect.Parameter]:
     own = dict(inspect.signature(trainer_class).parameters)
     passes_on = any(p.kind is p.VAR_KEYWORD for p in own.values())
     return {**(inspect.signature(Trainer).parameters if passes_on else {}), **own}
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(one == other)
 
 
 def _is_foreign(error: BaseException) -> bool:

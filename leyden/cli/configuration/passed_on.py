@@ -57,11 +57,11 @@ def _of_lambda() -> dict[str, Any]:
 
 def _named_by(path: str, *but: str) -> dict[str, Any]:
     """Returns the named arguments of a library's class or function."""
-    named = [name for name, one in inspect.signature(imported(path)).parameters.items() if one.kind not in VARIABLE]
+    parameters = inspect.signature(imported(path)).parameters.values()
+    named = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     return dict.fromkeys((name for name in named if name not in but), Any)
 
 
-VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 TAKEN_BY: dict[str, Callable[[], dict[str, Any]]] = {
     "DDPStrategy": _of_ddp,
     "DeepSpeedStrategy": _of_deepspeed,

@@ -34,10 +34,10 @@ def writable(value: Any, raw: Any, default: Any, name: str) -> Any:
         True
     """
     kept = _kept(value, raw, name)
-    if kept is LOST and not _is_same(raw, default):
+    if kept is LOST and not is_same(raw, default):
         warn(
             f"{name} holds an object that no configuration file can hold: the saved configuration leaves it out, and a "
-            "run from that file uses the argument's default. Describe the object by class_path and init_args.",
+            "run from that file uses the argument's default. Describe the object by class_path and init_args."
         )
     return kept
 
@@ -97,14 +97,14 @@ def _inside(raw: Any, key: Any) -> Any:
     return values.get(key)
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     """Compares lists and dicts entry by entry. Objects are compared by identity, constants by value."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_same(item, other[key]) for key, item in one.items())
+        return one.keys() == other.keys() and all(is_same(item, other[key]) for key, item in one.items())
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
+        return len(one) == len(other) and all(map(is_same, one, other))
     return isinstance(one, (str, int, float, bool, bytes)) and one == other

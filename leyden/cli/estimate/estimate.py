@@ -11,9 +11,10 @@ from typing import Any
 import click
 from torch import nn
 
-from leyden.cli.models import ARGS, DOWNLOAD, load_model, parse_arguments
+from leyden.cli.models import ARGS, DOWNLOAD, load_model
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.text import aligned, size_of
+from leyden.strategies.fsdp.policy import choose
 from leyden.strategies.precision import ALIASES, NAMES
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "none": 0}
@@ -91,8 +92,6 @@ def _shard(parameter: nn.Parameter, ranks: int) -> int:
 
 def _largest_group(model: nn.Module) -> int:
     """Returns the number of elements of FSDP's largest group. The root's own parameters form one group."""
-    from leyden.strategies.fsdp.policy import choose
-
     groups = [model.get_submodule(name) for name in choose(model, "auto").names]
     inside = {parameter for group in groups for parameter in group.parameters()}
     own = sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)
@@ -133,7 +132,7 @@ def _largest_group(model: nn.Module) -> int:
 @DOWNLOAD
 def command(
     model: str,
-    arguments: str,
+    arguments: dict[str, Any],
     ranks: str | None,
     precision: str,
     optimizer: str | None,
@@ -163,7 +162,7 @@ def command(
     by_layout = any(mesh.values())
     if by_layout and chosen:
         raise ConfigurationError(f"--strategy {chosen[0]} has no layouts of a mesh: leave it out, or the mesh's sizes.")
-    built, note = load_model(model, parse_arguments(arguments), download)
+    built, note = load_model(model, arguments, download)
     click.echo(describe(model, built, note))
     if by_layout:
         from leyden.cli.estimate.layouts import report

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,17 +21,15 @@ from leyden.strategies.mesh.expert_parallel import WORD
 from leyden.strategies.mesh.layout import ORDER, Layout, layouts_of
 from leyden.strategies.mesh.pipeline.cut import Cut, find_cut
 from leyden.strategies.mesh.pipeline.refusals import refuse_arguments
+from leyden.strategies.mesh.pipeline.schedule import Schedule
+from leyden.strategies.mesh.pipeline.steps import Rehearsal
 from leyden.strategies.mesh.plan import Plan, PlanLike, plan_of
+from leyden.strategies.mesh.simulated import SimulatedMesh, simulated
+from leyden.strategies.mesh.traced import TracedStep, group_sizes, rehearsed, shapes_only, state_size, traced_step
 from leyden.strategies.precision import find_precision
 from leyden.trainer.engine.schedulers import parse
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
-
-if TYPE_CHECKING:
-    from leyden.strategies.mesh.pipeline.schedule import Schedule
-    from leyden.strategies.mesh.pipeline.steps import Rehearsal
-    from leyden.strategies.mesh.simulated import SimulatedMesh
-    from leyden.strategies.mesh.traced import TracedStep
 
 EVEN = "tokens are spread evenly over the experts; if a router prefers some, their ranks receive and keep more"
 
@@ -85,8 +83,6 @@ class Training:
         Raises:
             ConfigurationError: if a fit would raise it.
         """
-        from leyden.strategies.mesh.simulated import SimulatedMesh
-
         schedule = SimulatedMesh(layout, None, None, **self.pipeline).schedule
         return schedule, find_cut(self.model, schedule.stages)
 
@@ -104,9 +100,6 @@ class Training:
 
     def _rehearse(self, layout: Layout, precision: str) -> tuple[Rehearsal | None, str]:
         """Returns what the stages of a pipeline receive, or None and the reason."""
-        from leyden.strategies.mesh.simulated import simulated
-        from leyden.strategies.mesh.traced import rehearsed, shapes_only
-
         if self.batch.value is None:
             return None, self.batch.about
         model = deepcopy(self.model)
@@ -121,9 +114,6 @@ class Training:
                     return None, f"the step cannot be traced ({_said(error)})"
 
     def _on_rank(self, rank: int, layout: Layout, precision: str, rehearsal: Rehearsal | None, why: str) -> Row:
-        from leyden.strategies.mesh.simulated import simulated
-        from leyden.strategies.mesh.traced import group_sizes, shapes_only
-
         model = deepcopy(self.model)
         experts = self._experts(model)
         options = self.pipeline if layout.pp > 1 else {}
@@ -167,8 +157,6 @@ class Training:
 
         Without a batch, or without the rehearsal of a pipeline, the reason is `why`.
         """
-        from leyden.strategies.mesh.traced import traced_step
-
         if self.batch.value is not None and (rehearsal is not None or strategy.layout.pp == 1):
             step_fn = self._step_fn(strategy, model)
             try:
@@ -188,8 +176,6 @@ class Training:
 
     def _states(self, optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> tuple[int, str]:
         """Returns the bytes of optimizer state after a step. If it is estimated from a stand-in, adds the reason."""
-        from leyden.strategies.mesh.traced import state_size
-
         why = ""
         if optimizers:
             try:

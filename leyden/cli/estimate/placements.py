@@ -6,19 +6,21 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import click
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from leyden.cli.models import ARGS, DOWNLOAD, load_model, load_object, parse_arguments
+from leyden.cli.models import ARGS, DOWNLOAD, load_model, load_object
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.core.text import aligned, size_of
 from leyden.strategies.fsdp.sharding import local
 from leyden.strategies.mesh.layout import Layout
 from leyden.strategies.mesh.pipeline.absent import AbsentParameter
 from leyden.strategies.mesh.plan import PlanLike
+from leyden.strategies.mesh.simulated import simulated
 
 SPLIT = (Shard, _StridedShard)
 """If both tp and FSDP split a dimension, FSDP's shards are strided."""
@@ -79,8 +81,6 @@ def _joined(rows: Sequence[Placed]) -> Placed:
 
 def _placed_on(stage: int, model: nn.Module, layout: Layout, plan: PlanLike | None, schedule: str) -> list[Placed]:
     """Places a model, and returns the parameters that the first rank of a pipeline's stage holds."""
-    from leyden.strategies.mesh.simulated import simulated
-
     with simulated(layout, plan, rank=stage * layout.size // layout.pp, schedule=schedule) as strategy:
         styles = strategy.plan_for(model).matched(model) if layout.tp > 1 or layout.ep > 1 else {}
         strategy.setup_modules([model])
@@ -141,7 +141,7 @@ def command(
     ep: int,
     ranks: int | None,
     plan: str | None,
-    arguments: str,
+    arguments: dict[str, Any],
     each: bool,
     download: bool,
 ) -> None:
@@ -153,7 +153,7 @@ def command(
     """
     layout = filled(Layout(dp_replicate, dp_shard, tp, pp, cp, ep), ranks)
     entries = load_plan(plan)
-    built, _ = load_model(model, parse_arguments(arguments), download)
+    built, _ = load_model(model, arguments, download)
     rows = placed(built, layout, entries, schedule)
     click.echo(table(rows if each else list(collapsed(rows))))
     click.echo(f"\n{summary(rows, layout)}")

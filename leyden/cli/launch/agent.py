@@ -6,18 +6,21 @@ import os
 import shutil
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+from torch.numa.binding import AffinityMode, NumaOptions
+
+from leyden.cli.launch.plan import LaunchPlan
 from leyden.cli.launch.rank import TRACE
 from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.core.text import aligned
 from leyden.core.user_code import is_users
+from leyden.launch.elastic import MEETING_SECONDS, SAVING, Ended, Machines, engine_config, run_engine
 from leyden.launch.processes import temporary
-
-if TYPE_CHECKING:
-    from leyden.cli.launch.plan import LaunchPlan
-    from leyden.launch.elastic import Ended
 
 
 def start(plan: LaunchPlan, command: list[str]) -> int:
@@ -38,18 +41,13 @@ def start(plan: LaunchPlan, command: list[str]) -> int:
     if shutil.which(command[0]) is None:
         raise ConfigurationError(f"there is no program {command[0]}: give its path.")
     kept = plan.elastic.log_dir
-    if kept is None:
-        with temporary("launch") as logs:
-            return _run(plan, command, logs)
-    os.makedirs(kept, exist_ok=True)
-    return _run(plan, command, Path(kept))
+    if kept is not None:
+        os.makedirs(kept, exist_ok=True)
+    with temporary("launch") if kept is None else nullcontext(Path(kept)) as logs:
+        return _run(plan, command, logs)
 
 
 def _run(plan: LaunchPlan, command: list[str], logs: Path) -> int:
-    from torch.distributed.elastic.rendezvous import RendezvousError
-
-    from leyden.launch.elastic import SAVING, Machines, engine_config, run_engine
-
     elastic, machines = plan.elastic, Machines(port=plan.port, further=plan.elastic.rdzv_conf)
     if plan.machines > 1 or elastic.endpoint:
         meeting = plan.machines, plan.machine_rank, plan.address, plan.port, plan.backend
@@ -73,10 +71,6 @@ def _run(plan: LaunchPlan, command: list[str], logs: Path) -> int:
 
 def _lost(plan: LaunchPlan, error: Exception) -> str:
     """Describes how this machine lost the others."""
-    from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
-
-    from leyden.launch.elastic import MEETING_SECONDS
-
     place = f"{plan.address}:{plan.port}"
     if not plan.least_machines:
         return (
@@ -92,8 +86,6 @@ def _lost(plan: LaunchPlan, error: Exception) -> str:
 
 def _elastic_settings(plan: LaunchPlan, logs: Path) -> dict[str, Any]:
     """Returns the fields of torch's LaunchConfig that the plan decides, except those of the rendezvous."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-
     elastic = plan.elastic
     tee = elastic.tee if elastic.tee is not None else "3" if elastic.log_dir else "0"
     try:
@@ -108,8 +100,6 @@ def _elastic_settings(plan: LaunchPlan, logs: Path) -> dict[str, Any]:
         "log_line_prefix_template": "[rank ${rank}] ",
     }
     if plan.binds_cpus:
-        from torch.numa.binding import AffinityMode, NumaOptions
-
         found["numa_options"] = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
     return found
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from leyden.cli.launch.plan import ElasticOptions
-from leyden.cli.settings.keys import TOP, ConfigKey
+from leyden.cli.settings.keys import KEYS, ConfigKey
 from leyden.cli.settings.machine import Machine
 from leyden.cli.settings.settings import Settings
 from leyden.core.environment import MACHINES
@@ -31,7 +31,6 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 }
 """Maps keys, and options of torch's agent, to the variables that may set them. The first one that is not empty wins."""
 PLACE = ("machine_rank", "main_process_ip", "main_process_port")
-KEYS = {key.name: key for key in TOP}
 
 
 class MachineRange(int):

@@ -15,7 +15,7 @@ from leyden.cli.configuration import stages
 from leyden.cli.launch import agent, preflight
 from leyden.cli.launch.cluster_variables import pairs, read_key, with_cluster
 from leyden.cli.launch.plan import ElasticOptions, LaunchPlan, planned_for, resolve
-from leyden.cli.settings.keys import FAMILIES, TOP, ConfigKey, read_section
+from leyden.cli.settings.keys import FAMILIES, KEYS, SECTIONS, TOP, ConfigKey, read_section
 from leyden.cli.settings.machine import this_machine
 from leyden.cli.settings.settings import Settings, found_file, read_file
 from leyden.core.errors import ConfigurationError
@@ -36,6 +36,15 @@ TORCHRUN = {
     "main_process_port": "master_port",
 }
 """torchrun's names of flags."""
+TITLES = {
+    "fsdp_config": "FSDP",
+    "deepspeed_config": "DeepSpeed",
+    "parallelism_config": "The mesh of ranks: replicas, FSDP, layers, sequences, experts",
+    "megatron_lm_config": "Megatron-LM",
+    "fp8_config": "fp8",
+    "dynamo_config": "torch.compile",
+}
+"""Sections of the file, as the help names them."""
 
 
 class KeyType(click.ParamType):  # type: ignore[type-arg]
@@ -59,62 +68,36 @@ class KeyType(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error).partition(": ")[2], param, ctx)
 
 
-class Flag(click.Option):
-    """The flag of a key of the file.
-
-    Args:
-        names: of the flag and of its parameter.
-        group: under which the help lists it.
-        **settings: of `click.Option`.
-    """
-
-    def __init__(self, names: list[str], group: str, **settings: Any) -> None:
-        super().__init__(names, **settings)
-        self.group = group
-
-
 class Launch(click.Command):
-    """A command whose help groups the flags by family."""
+    """A command whose help groups the flags of keys by the section of the file."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
-                group = param.group if isinstance(param, Flag) else "Options"
-                groups.setdefault(group, []).append(record)
+                groups.setdefault(_group(str(param.name)), []).append(record)
         for name, rows in groups.items():
             with formatter.section(name):
                 formatter.write_dl(rows)
 
 
-def _flags() -> list[Flag]:
-    """Creates the flags of all keys that have one."""
-    made = []
-    titles = {
-        "fsdp_config": "FSDP",
-        "deepspeed_config": "DeepSpeed",
-        "parallelism_config": "The mesh of ranks: replicas, FSDP, layers, sequences, experts",
-        "megatron_lm_config": "Megatron-LM",
-        "fp8_config": "fp8",
-        "dynamo_config": "torch.compile",
-    }
-    for family, keys in (("", TOP), *FAMILIES.items()):
-        for key in keys:
-            if key.flag == "":
-                continue
-            title = "Without effect here" if key.without else titles.get(family, "The same keys as in the file")
-            made.append(_flag(key, title))
-    return made
+def _group(name: str) -> str:
+    """Returns the title under which the help lists a parameter."""
+    if name not in KEYS:
+        return "Options"
+    if KEYS[name].without:
+        return "Without effect here"
+    return TITLES[SECTIONS[name]] if name in SECTIONS else "The same keys as in the file"
 
 
-def _flag(key: ConfigKey, title: str) -> Flag:
+def _flag(key: ConfigKey) -> click.Option:
     name, help = key.flag or key.name, key.help or key.without
     if not key.name.startswith(tuple(name.removesuffix("config") for name in FAMILIES)) and key.kind is bool:
-        return Flag([f"--{name}/--no_{name}", key.name], title, default=None, help=help)
+        return click.Option([f"--{name}/--no_{name}", key.name], default=None, help=help)
     other = [f"--{other}" for other in key.older if other.startswith(("fsdp_", "fp8_", "megatron_lm_"))]
     other += [f"--{TORCHRUN[name]}"] if name in TORCHRUN else []
-    return Flag([f"--{name}", *other, key.name], title, type=KeyType(key), help=help)
+    return click.Option([f"--{name}", *other, key.name], type=KeyType(key), help=help)
 
 
 def _switch(name: str, help: str) -> click.Option:
@@ -171,7 +154,7 @@ OPTIONS: list[click.Parameter] = [
         show_default=True,
         help="Seconds to wait for the other machines before the start; 0 skips the check.",
     ),
-    *_flags(),
+    *(_flag(key) for key in KEYS.values() if key.flag != ""),
     click.Argument(["script"]),
     click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED),
 ]
@@ -195,14 +178,14 @@ def run(
         raise ConfigurationError(
             "--module and --no_python exclude each other, since Python runs a module: give one of them."
         )
-    elastic = _elastic(flags)
+    elastic = ElasticOptions(**{field.name: flags.pop(field.name) for field in dataclasses.fields(ElasticOptions)})
     given = _given(flags)
     below = _file(file, alone=bool(given.get("use_cpu", False)))
     machine = this_machine()
     settings, elastic = with_cluster(given, below, elastic, nproc_per_node, machine, os.environ)
     if dry_run:
         machine = planned_for(settings, machine)
-    plan = resolve(settings, elastic, machine, str(below.source or "flags"))
+    plan = resolve(settings, elastic, machine, os.environ)
     words = [*(["-m"] if module else []), script, *arguments]
     # A script runs inside a small program of ours that records its errors.
     command = words if no_python else [sys.executable, "-u", "-m", "leyden.cli.launch.rank", *words]
@@ -223,11 +206,6 @@ def run(
         plan = plan.started_by([sys.executable, *sys.orig_argv[1:]])
     _preflight(plan, preflight_timeout)
     return agent.start(plan, command)
-
-
-def _elastic(flags: dict[str, Any]) -> ElasticOptions:
-    """Removes the options of torch's elastic agent from the flags and returns them."""
-    return ElasticOptions(**{field.name: flags.pop(field.name) for field in dataclasses.fields(ElasticOptions)})
 
 
 def _given(flags: dict[str, Any]) -> Settings:
@@ -253,14 +231,8 @@ def _file(file: str | None, *, alone: bool) -> Settings:
         file: the file that was named.
         alone: True under --cpu: Accelerate's default file describes this machine's GPUs, so it is ignored.
     """
-    if file is not None:
-        return read_file(file)
-    path, why = found_file()
-    if path is None or (why and alone):
-        return Settings()
-    settings = read_file(path)
-    settings.origin = why
-    return settings
+    path, why = (file, "") if file is not None else found_file()
+    return Settings() if path is None or (why and alone) else read_file(path, why)
 
 
 def _preflight(plan: LaunchPlan, timeout: float) -> None:
@@ -268,11 +240,7 @@ def _preflight(plan: LaunchPlan, timeout: float) -> None:
     if not is_fixed or not timeout or plan.backend not in ("static", "c10d"):
         return
     facts = preflight.facts_of(plan.machine_rank, plan.machines, plan.backend)
-    preflight.check(facts, plan.machines, plan.address, plan.port, timeout, _say)
-
-
-def _say(text: str) -> None:
-    click.echo(f"leyden launch: {text}", err=True)
+    preflight.check(facts, plan.machines, plan.address, plan.port, timeout)
 
 
 command = Launch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -137,12 +136,7 @@ class LaunchPlan:
         found += [("read as", note) for note in settings.notes]
         if settings.variables:
             found += [("environment", ", ".join(settings.variables))]
-        found += [
-            (
-                "ranks",
-                f"{number}, {self.accelerator}, {self.threads} thread{'s' * (self.threads > 1)} each",
-            )
-        ]
+        found += [("ranks", f"{number}, {self.accelerator}, {self.threads} thread{'s' * (self.threads > 1)} each")]
         found += self._meeting_lines()
         strategy = launched.strategy or ("ddp" if ranks > 1 else "one rank")
         found += [
@@ -194,22 +188,18 @@ def _listed(values: Mapping[str, Any]) -> str:
     return f" ({', '.join(f'{name} {value}' for name, value in values.items())})" if values else ""
 
 
-def resolve(
-    settings: Settings, elastic: ElasticOptions, machine: Machine, source: str, environ: Mapping[str, str] | None = None
-) -> LaunchPlan:
+def resolve(settings: Settings, elastic: ElasticOptions, machine: Machine, environ: Mapping[str, str]) -> LaunchPlan:
     """Makes the plan of a launch.
 
     Args:
         settings: flags over the file.
         elastic: options of torch's elastic agent.
         machine: the hardware of this machine.
-        source: where the settings come from, for messages of the scripts.
-        environ: the environment; by default that of this process.
+        environ: the environment.
 
     Raises:
         ConfigurationError: if the settings are impossible here; names the fix.
     """
-    environ = os.environ if environ is None else environ
     _check_pod(settings)
     accelerator = _accelerator(settings, machine)
     task = _slurm_task(settings, environ)
@@ -237,7 +227,7 @@ def resolve(
         machines,
         *meeting,
         _threads(settings, machine, per_machine, environ),
-        _launched(settings, source, accelerator, per_machine * machines),
+        _launched(settings, accelerator, per_machine * machines),
         _caveats(settings, machine, accelerator, is_range=least > 0),
         rank,
         least,
@@ -347,7 +337,7 @@ def planned_for(settings: Settings, machine: Machine) -> Machine:
         raise ConfigurationError(
             "the plan is for a machine with GPUs, and nothing says how many: add --num_processes, or --cpu."
         )
-    return dataclasses.replace(machine, gpus=gpus, supposed=True)
+    return replace(machine, gpus=gpus, supposed=True)
 
 
 def _slurm_task(settings: Settings, environ: Mapping[str, str]) -> RankEnvironment | None:
@@ -442,7 +432,7 @@ def _threads(settings: Settings, machine: Machine, per_machine: int, environ: Ma
     return int(asked) if asked else max(1, machine.cpus // per_machine)
 
 
-def _launched(settings: Settings, source: str, accelerator: str, ranks: int) -> LaunchSettings:
+def _launched(settings: Settings, accelerator: str, ranks: int) -> LaunchSettings:
     """Returns the settings that the script receives."""
     choice = chosen_strategy(settings, ranks)
     # DeepSpeed's own file fills in what ours leaves open.
@@ -455,7 +445,7 @@ def _launched(settings: Settings, source: str, accelerator: str, ranks: int) -> 
         compiled = {}
     precision = PRECISIONS.get(wanted)
     return LaunchSettings(
-        source,
+        str(settings.source or "flags"),
         accelerator=None if is_gpu(accelerator) else accelerator,
         strategy=choice.strategy,
         options=choice.options,

@@ -10,11 +10,13 @@ import json
 import os
 import platform
 import socket
+import sys
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 
 from leyden.core.errors import ConfigurationError
 
@@ -50,12 +52,8 @@ class Facts:
 
 def facts_of(rank: int | None, machines: int, backend: str) -> Facts:
     """Collects the facts of this machine."""
-    import sys
-
-    import torch
-
     values = {
-        "leyden": str(getattr(sys.modules.get("leyden"), "__version__", "?")),
+        "leyden": sys.modules["leyden"].__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machines": str(machines),
@@ -64,13 +62,7 @@ def facts_of(rank: int | None, machines: int, backend: str) -> Facts:
     return Facts(rank, socket.gethostname(), values)
 
 
-@dataclass
-class _Guest:
-    connection: socket.socket
-    facts: Facts
-
-
-def check(facts: Facts, machines: int, address: str, port: int, timeout: float, say: Callable[[str], None]) -> None:
+def check(facts: Facts, machines: int, address: str, port: int, timeout: float) -> None:
     """Meets the other machines and compares their facts.
 
     Args:
@@ -79,7 +71,6 @@ def check(facts: Facts, machines: int, address: str, port: int, timeout: float, 
         address: of the main machine: number 0, or without numbers the machine with this address.
         port: of the main machine.
         timeout: seconds to wait for the other machines.
-        say: called with a message while this machine waits.
 
     Raises:
         ConfigurationError: if a machine does not connect, cannot be reached or differs; names it.
@@ -88,17 +79,18 @@ def check(facts: Facts, machines: int, address: str, port: int, timeout: float, 
     address = address.strip("[]")
     server = _listen(facts, machines, address, port)
     if server is None:
-        _visit(facts, address, port, timeout, say)
+        _visit(facts, address, port, timeout)
         return
-    guests: list[_Guest] = []
+    guests: list[tuple[socket.socket, Facts]] = []
     with closing(server):
         try:
-            _receive(server, guests, machines, timeout, say)
-            wrong = _mistake(facts, [guest.facts for guest in guests], machines, address, port, timeout)
-            _answer(guests, wrong)
+            _receive(server, guests, machines, timeout)
+            wrong = _mistake(facts, [guest for _, guest in guests], machines, address, port, timeout)
+            for connection, _ in guests:
+                _answer(connection, wrong)
         finally:
-            for guest in guests:
-                guest.connection.close()
+            for connection, _ in guests:
+                connection.close()
     if wrong:
         raise ConfigurationError(wrong)
 
@@ -125,10 +117,8 @@ def _listen(facts: Facts, machines: int, address: str, port: int) -> socket.sock
         ) from error
 
 
-def _receive(
-    server: socket.socket, guests: list[_Guest], machines: int, timeout: float, say: Callable[[str], None]
-) -> None:
-    """Waits for a line from each machine; closes connections that send anything else."""
+def _receive(server: socket.socket, guests: list[tuple[socket.socket, Facts]], machines: int, timeout: float) -> None:
+    """Adds the machines that send a line to the guests; closes connections that send anything else."""
     end = time.monotonic() + timeout
     announced = False
     while len(guests) < machines - 1:
@@ -141,16 +131,14 @@ def _receive(
             connection, _ = server.accept()
         except TimeoutError:
             if not announced:
-                say(
-                    f"waiting for {machines - 1 - len(guests)} other machine{'s' * (machines > 2)}, up to "
-                    f"{timeout:.0f} s"
-                )
+                missing = machines - 1 - len(guests)
+                _say(f"waiting for {missing} other machine{'s' * (machines > 2)}, up to {timeout:.0f} s")
                 announced = True
             continue
         connection.settimeout(min(10.0, max(left, 1.0)))
         try:
             found = json.loads(_line(connection))
-            guests.append(_Guest(connection, Facts(found["rank"], str(found["host"]), dict(found["values"]))))
+            guests.append((connection, Facts(found["rank"], str(found["host"]), dict(found["values"]))))
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
 
@@ -183,16 +171,19 @@ def _mistake(main: Facts, others: list[Facts], machines: int, address: str, port
     return ""
 
 
-def _answer(guests: list[_Guest], wrong: str) -> None:
-    for guest in guests:
-        with suppress(OSError):
-            guest.connection.sendall(json.dumps({"wrong": wrong}).encode() + b"\n")
-            # The guest closes first: if the server does, its port cannot be bound again for a while.
-            guest.connection.settimeout(5.0)
-            guest.connection.recv(1)
+def _answer(connection: socket.socket, wrong: str) -> None:
+    with suppress(OSError):
+        connection.sendall(json.dumps({"wrong": wrong}).encode() + b"\n")
+        # The guest closes first: if the server does, its port cannot be bound again for a while.
+        connection.settimeout(5.0)
+        connection.recv(1)
 
 
-def _visit(facts: Facts, address: str, port: int, timeout: float, say: Callable[[str], None]) -> None:
+def _say(text: str) -> None:
+    print(f"leyden launch: {text}", file=sys.stderr, flush=True)
+
+
+def _visit(facts: Facts, address: str, port: int, timeout: float) -> None:
     """Connects to the main machine, trying again until it listens."""
     end = time.monotonic() + timeout
     announced = False
@@ -212,7 +203,7 @@ def _visit(facts: Facts, address: str, port: int, timeout: float, say: Callable[
             if time.monotonic() > end:
                 raise ConfigurationError(f"{unknown}: give the main machine's IP address.") from error
             if not announced:
-                say(f"{unknown}: trying again for up to {timeout:.0f} s")
+                _say(f"{unknown}: trying again for up to {timeout:.0f} s")
                 announced = True
             time.sleep(0.2)
         except (OSError, ValueError) as error:

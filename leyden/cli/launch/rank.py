@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +134,11 @@ def _report_restart(folder: Path) -> None:
         return
     limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     before = folder.parent.parent / f"attempt_{count - 1}"
-    found = sorted(_failures(before), key=lambda record: (bool(record.get("lost")), float(record.get("time", 0))))
+    found = [record for path in before.glob("*/error.json") if (record := _recorded(path)).get("message")]
+    found.sort(key=lambda record: (bool(record.get("lost")), float(record.get("time", 0))))
     why = str(found[0]["message"]) if found else "a rank was killed from outside, here or on another machine"
     trace = str(found[0].get("extraInfo", {}).get("py_callstack", "")) if found else ""
     print(f"{trace}leyden launch: restart {count} of {limit}, since {why}", file=sys.stderr, flush=True)
-
-
-def _failures(folder: Path) -> Iterator[dict[str, Any]]:
-    for path in folder.glob("*/error.json"):
-        record = _recorded(path)
-        if record.get("message"):
-            yield record
 
 
 if __name__ == "__main__":

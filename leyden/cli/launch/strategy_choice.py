@@ -81,10 +81,7 @@ def chosen_strategy(settings: Settings, ranks: int) -> StrategyChoice:
 def _layout(settings: Settings, ranks: int, is_whole: bool) -> Layout | None:
     """Returns the mesh with the file's sizes, or None if all sizes are 1.
 
-    Args:
-        settings: flags over the file.
-        ranks: on all machines.
-        is_whole: what no size says is replicated, and not sharded.
+    Ranks that no size mentions hold copies if `is_whole`, and else shard the model.
 
     Raises:
         ConfigurationError: for sizes that do not make up the ranks, and dimensions that this version does not have.
@@ -149,10 +146,6 @@ def _megatron(settings: Settings, ranks: int) -> StrategyChoice:
     tp_degree and pp_degree split layers and cut the model into stages. The other ranks see different samples: they
     shard the model where Megatron-LM would shard its optimizer's state (`use_distributed_optimizer`), else they hold
     copies. With ep_degree, at least the ranks that divide experts shard the model too.
-
-    Args:
-        settings: flags over the file.
-        ranks: on all machines.
 
     Raises:
         ConfigurationError: for degrees that do not divide the ranks, or that this version does not have.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from leyden.callbacks.lambda_callback import LambdaCallback
 from leyden.core.errors import LeydenError
 from leyden.trainer.launched import read_launched
 from leyden.trainer.module import TrainModule
@@ -92,8 +93,6 @@ def largest_gap(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 def main(folder: str) -> None:
     """Runs all checks; the first one that fails ends the test with its name."""
-    from leyden.callbacks.lambda_callback import LambdaCallback
-
     probe = Net()
     first = trained(probe, samples(1), 1, max_steps=1)
     ranks = first.world_size

@@ -168,10 +168,7 @@ TOP: tuple[ConfigKey, ...] = (
 
 FSDP: tuple[ConfigKey, ...] = (
     ConfigKey(
-        "fsdp_sharding_strategy",
-        FSDP_SHARDINGS,
-        "what is sharded, and over which ranks",
-        older=("sharding_strategy",),
+        "fsdp_sharding_strategy", FSDP_SHARDINGS, "what is sharded, and over which ranks", older=("sharding_strategy",)
     ),
     ConfigKey(
         "fsdp_auto_wrap_policy",
@@ -321,6 +318,9 @@ FAMILIES: dict[str, tuple[ConfigKey, ...]] = {
     "fp8_config": FP8,
     "dynamo_config": COMPILE,
 }
+KEYS = {key.name: key for keys in (TOP, *FAMILIES.values()) for key in keys}
+SECTIONS = {key.name: section for section, keys in FAMILIES.items() for key in keys}
+"""Maps each key in a section to the name of the section."""
 OLDER_TYPES = {
     "use_deepspeed": "DEEPSPEED",
     "use_fsdp": "FSDP",

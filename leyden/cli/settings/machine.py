@@ -7,6 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from leyden.core.devices import find_device, find_devices
 from leyden.launch.processes import available_cpus
 
@@ -40,8 +42,6 @@ class Machine:
 
 def this_machine() -> Machine:
     """Detects the hardware of this machine without creating a context on a GPU."""
-    import torch
-
     device = find_device()
     gpus = len(find_devices()) if device.type not in ("cpu", "mps") else 0
     # The driver answers this without creating a context on the device.

@@ -19,40 +19,30 @@ LARGEST = 1_000_000
 NO_FP8 = "mixed_precision is not fp8."
 
 
-def default_file(environ: Mapping[str, str] | None = None) -> Path:
-    """Returns the file that `leyden config` writes, and `leyden launch` reads, by default.
-
-    Example:
-        >>> str(default_file({"XDG_CACHE_HOME": "/var/cache"}))
-        '/var/cache/leyden/default_config.yaml'
-    """
-    environ = os.environ if environ is None else environ
-    return _cache(environ) / "leyden" / FILE
+def default_file() -> Path:
+    """Returns the file that `leyden config` writes, and `leyden launch` reads, by default."""
+    return _cache() / "leyden" / FILE
 
 
-def accelerate_file(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Returns Accelerate's own default file, or None if there is none."""
-    environ = os.environ if environ is None else environ
-    home = Path(environ["HF_HOME"]) if environ.get("HF_HOME") else _cache(environ) / "huggingface"
-    found = (home / "accelerate" / name for name in (FILE, "default_config.yml", "default_config.json"))
-    return next((path for path in found if path.is_file()), None)
-
-
-def found_file(environ: Mapping[str, str] | None = None) -> tuple[Path | None, str]:
+def found_file() -> tuple[Path | None, str]:
     """Finds the file that a launch reads if none is named.
 
     Returns:
         The file and a remark: Leyden's default file, else Accelerate's, else None with the places searched.
     """
-    ours = default_file(environ)
+    ours = default_file()
     if ours.is_file():
         return ours, ""
-    theirs = accelerate_file(environ)
-    return theirs, f"Accelerate's; there is no {ours}" if theirs else f"there is no {ours}, and no file of Accelerate"
+    home = Path(os.environ.get("HF_HOME") or _cache() / "huggingface")
+    for name in (FILE, "default_config.yml", "default_config.json"):
+        theirs = home / "accelerate" / name
+        if theirs.is_file():
+            return theirs, f"Accelerate's; there is no {ours}"
+    return None, f"there is no {ours}, and no file of Accelerate"
 
 
-def _cache(environ: Mapping[str, str]) -> Path:
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 @dataclass
@@ -134,11 +124,12 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value in ("", "no", [], {}, [False, False, False])
 
 
-def read_file(path: str | os.PathLike[str]) -> Settings:
+def read_file(path: str | os.PathLike[str], origin: str = "") -> Settings:
     """Reads a configuration file, Leyden's or Accelerate's.
 
     Args:
         path: YAML, or JSON, which is YAML too.
+        origin: a remark about the file, if the user did not name it.
 
     Raises:
         ConfigurationError: if the file is missing, is not valid YAML, or has an unknown key or an invalid value.
@@ -151,8 +142,7 @@ def read_file(path: str | os.PathLike[str]) -> Settings:
         settings = parse(found)
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from None
-    settings.source = path
-    return settings
+    return dataclasses.replace(settings, source=path, origin=origin)
 
 
 def _loaded(path: Path) -> Any:

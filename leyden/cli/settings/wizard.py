@@ -11,16 +11,13 @@ from typing import Any
 
 import click
 
-from leyden.cli.settings.keys import FAMILIES, TOP, ConfigKey
+from leyden.cli.settings.keys import KEYS, SECTIONS, ConfigKey
 from leyden.cli.settings.machine import Machine, this_machine
 from leyden.cli.settings.settings import Settings, default_file, read_file, write_file
 from leyden.core.errors import ConfigurationError
 from leyden.core.paths import local_path
 from leyden.core.text import aligned
 
-KEYS = {key.name: key for keys in (TOP, *FAMILIES.values()) for key in keys}
-SECTIONS = {key.name: section for section, keys in FAMILIES.items() for key in keys}
-"""Maps each key in a section to the name of the section."""
 SPREADS = {
     "ddp": "every rank holds the whole model",
     "fsdp": "parameters are sharded over the ranks",
@@ -359,10 +356,7 @@ def existing_file(value: Any) -> str:
 
 # the command ----------------------------------------------------------------------------------------------------------
 FILE_OPTION = click.option(
-    "--config_file",
-    "file",
-    type=click.Path(dir_okay=False),
-    help="Where to write; by default the default file.",
+    "--config_file", "file", type=click.Path(dir_okay=False), help="Where to write; by default the default file."
 )
 
 
@@ -390,12 +384,7 @@ def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
 
 @command.command("default")
 @FILE_OPTION
-@click.option(
-    "--mixed_precision",
-    type=click.Choice(["no", "fp16", "bf16", "fp8"]),
-    default="no",
-    show_default=True,
-)
+@click.option("--mixed_precision", type=click.Choice(["no", "fp16", "bf16", "fp8"]), default="no", show_default=True)
 @click.pass_obj
 def default(above: str | None, file: str | None, mixed_precision: str) -> None:
     """Write the file without asking: all GPUs of this machine, or one CPU rank."""
