@@ -400,7 +400,8 @@ class Accelerator(RankControl):
         """Returns a context for one batch of an accumulation window.
 
         Optimizers and schedulers step, and gradients are synchronized, only in the batch that closes the window. The
-        last window of a prepared loader holds the remaining batches, and its loss is divided by their number.
+        last window of a prepared loader holds the remaining batches, and its loss is divided by their number. A block
+        within another belongs to the same batch.
 
         Args:
             *models: the models being trained; used only to check that they are prepared.

@@ -115,6 +115,8 @@ class LoaderCursor:
         """
         if like is not None:
             self._source.rewind(like["source"])
+        # Before the position holds the generators' states: a sampler may seed its generator in `set_epoch`.
+        self._source.set_epoch(epoch)
         place = self._source.fresh_position(batches) if own is None else self._source.position_from(batches, own)
         if place is not None:
             return self.resume(epoch, {"batches": batches, "ahead": None, "source": place})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -65,7 +66,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         cpu_offload: True keeps parameters, gradients and optimizer state on the CPU; or an OffloadPolicy.
         activation_checkpointing_policy: classes of modules, or their names, whose activations are recomputed in
             backward; a predicate on modules; or True for every group.
-        ignored_modules: modules that stay unsharded on every rank; their gradients are averaged.
+        ignored_modules: modules that stay unsharded on every rank, or a regular expression that matches their whole
+            names; their gradients are averaged.
         compile: True compiles each group in place; or a dict of arguments for `torch.compile`.
         device_mesh: (replicate, shard) sizes for HSDP; "auto" to shard within a machine and replicate across machines
             (a single machine is split into two halves); or a DeviceMesh with one or two dimensions.
@@ -95,7 +97,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool | OffloadPolicy = False,
         activation_checkpointing_policy: Any = None,
-        ignored_modules: Sequence[nn.Module] = (),
+        ignored_modules: Sequence[nn.Module] | str = (),
         compile: bool | dict[str, Any] = False,
         device_mesh: tuple[int, int] | DeviceMesh | Literal["auto"] | None = None,
         sync_module_states: bool = True,
@@ -238,7 +240,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def _shard(self, module: nn.Module) -> nn.Module:
         # A dict keeps the modules' order, so every rank averages the gradients in the same order.
-        averaged = dict.fromkeys(p for part in self.settings["ignored_modules"] for p in part.parameters())
+        averaged = dict.fromkeys(p for part in self._ignored_in(module) for p in part.parameters())
         ignored = set(averaged)
         # In manual optimization, backward runs inside training_step, before the module's own forward has returned: FSDP
         # would never reduce a root's gradients. So each child becomes a root of its own.
@@ -275,6 +277,19 @@ class FSDPStrategy(ProcessGroupStrategy):
         ]
         self._reshard()
         return module
+
+    def _ignored_in(self, module: nn.Module) -> Sequence[Any]:
+        """Returns the modules that stay unsharded."""
+        chosen: Sequence[nn.Module] | str = self.settings["ignored_modules"]
+        if not isinstance(chosen, str):
+            return chosen
+        found = [part for name, part in module.named_modules() if re.fullmatch(chosen, name)]
+        if not found:
+            raise ConfigurationError(
+                f"ignored_modules={chosen!r} matches the name of no module in {type(module).__name__}. It is a regular "
+                "expression for whole names, as of named_modules()."
+            )
+        return found
 
     def _shard_new(
         self, module: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter], policy: MixedPrecisionPolicy
@@ -324,7 +339,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             sharding.apply(part)
         if roots != [module]:
             check_sharded(module, ignored)
-        for part in settings["ignored_modules"]:
+        for part in self._ignored_in(module):
             part.to(self.root_device)
         if settings["forward_prefetch"]:
             prefetch_forward([part for part in parts if isinstance(part, FSDPModule)])

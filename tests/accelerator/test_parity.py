@@ -261,6 +261,21 @@ def test_windows_span_epochs_without_sync_with_dataloader() -> None:
     assert closes == [False, False, True, False, False, True, False, False]
 
 
+def test_nested_accumulate_blocks_are_one_batch() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    first, second = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, DataLoader(pairs(5), 1))
+    closes = []
+    for x, _ in loader:
+        with accelerator.accumulate(first), accelerator.accumulate(second):
+            accelerator.backward(first(x).mean() + second(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            closes.append(accelerator.sync_gradients)
+    assert closes == [False, True, False, True, True]
+
+
 @pytest.mark.parametrize("chosen", ["all", "one", "several"])
 def test_unscale_gradients_is_not_repeated_by_the_step(chosen: str) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])

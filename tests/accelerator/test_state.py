@@ -14,7 +14,14 @@ from samples import pairs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from leyden import Accelerator, CheckpointError, ConfigurationError, ProjectConfiguration, skip_first_batches
+from leyden import (
+    Accelerator,
+    CheckpointError,
+    ConfigurationError,
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    skip_first_batches,
+)
 
 
 class Counter:
@@ -123,6 +130,35 @@ def test_a_checkpoint_saved_between_epochs_resumes_at_the_next_epoch(tmp_path: P
     assert run.result() == uninterrupted.result()
 
 
+@pytest.mark.parametrize("seedable", [True, False])
+@pytest.mark.parametrize("stop", [2, 6, 9, 12])
+def test_a_checkpoint_saved_after_a_break_continues_where_the_script_skips_to(
+    tmp_path: Path, stop: int, seedable: bool
+) -> None:
+    """The usual loop with a limit of steps: it breaks, saves at its end, and is continued with a higher limit."""
+
+    def train(limit: int, begun: int = 0) -> Run:
+        run = Run(seed=0, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable))
+        if begun:
+            run.accelerator.load_state(tmp_path / "saved")
+        start, skip = divmod(begun, 6)
+        for epoch in range(start, 3):
+            for batch in run.accelerator.skip_first_batches(run.loader, skip if epoch == start else 0):
+                run.step(batch)
+                if run.counter.count == limit:
+                    break
+            if run.counter.count == limit:
+                break
+        return run
+
+    uninterrupted = train(18)
+    first = train(stop)
+    first.accelerator.save_state(tmp_path / "saved")
+    second = train(18, begun=stop)
+    assert first.seen + second.seen == uninterrupted.seen
+    assert second.result() == uninterrupted.result()
+
+
 def test_a_save_inside_an_accumulation_window_is_deferred_to_its_end(tmp_path: Path) -> None:
     """Saves after 2 of 3 batches and skips 2 after resuming: no sample is repeated or lost."""
     uninterrupted = Run(accumulation=3)
@@ -192,7 +228,7 @@ def test_models_are_restored_by_order(tmp_path: Path) -> None:
     other, one, two = pair(1)
     other.load_state(tmp_path / "gan")
     assert torch.equal(one.weight, first.weight) and torch.equal(two.weight, second.weight)
-    with pytest.raises(ConfigurationError, match="2 models, and this Accelerator has 0"):
+    with pytest.raises(ConfigurationError, match="2 models, and this Accelerator has 0.*leyden merge"):
         Accelerator(cpu=True).load_state(tmp_path / "gan")
 
 
@@ -333,3 +369,12 @@ def test_skip_first_batches_does_not_load_skipped_samples(tmp_path: Path) -> Non
     ] == uninterrupted[98:]
     # The next epoch has a new order and all samples.
     assert sorted(index for batch in loader for index in batch.tolist()) == list(range(1000))
+
+
+def test_skip_first_batches_keeps_the_order_of_a_later_epoch() -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    loader = accelerator.prepare(DataLoader(list(range(12)), 4, shuffle=True))
+    epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
+    for epoch, batches in enumerate(epochs):
+        loader.set_epoch(epoch)
+        assert [batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)] == batches[1:]

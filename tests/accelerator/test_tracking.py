@@ -261,6 +261,13 @@ def test_notebook_launcher_on_one_process_calls_the_function_with_its_precision(
     assert variable not in os.environ
 
 
+def test_notebook_launcher_accepts_the_defaults_of_accelerates_launcher() -> None:
+    defaults: dict[str, Any] = {"max_restarts": 0, "monitor_interval": 0.1, "rdzv_backend": "static", "rdzv_id": "none"}
+    assert notebook_launcher(max, ([1, 2],), num_processes=1, **defaults) == 2
+    with pytest.raises(ConfigurationError, match=r"max_restarts=3.*leyden launch"):
+        notebook_launcher(max, ([1, 2],), num_processes=1, max_restarts=3)
+
+
 def test_a_profile_is_written_for_each_rank(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=tmp_path)])
     with accelerator.profile() as profiler:

@@ -51,9 +51,9 @@ RUNS: list[tuple[Any, ...]] = [
     ("fail_midway", 1),
     ("fail_midway", 2),
     ("save_shards",),
-    ("ignore_a_module", None, "norm"),
-    ("ignore_a_module", 0.05, "norm"),
-    ("ignore_a_module", 0.002, "value"),
+    ("ignore_a_module", None, "norm", True),
+    ("ignore_a_module", 0.05, "norm", False),
+    ("ignore_a_module", 0.002, "value", False),
     ("manual",),
     ("overflow_on_one_rank",),
     ("true_dtypes", "bf16-true"),
@@ -219,13 +219,13 @@ def test_torch_save_of_shards_raises(results_of: ResultsOf) -> None:
 
 
 # unsharded parameters, and norms over both kinds ----------------------------------------------------------------------
-def ignore_a_module(clip: float | None, algorithm: str) -> list[str]:
+def ignore_a_module(clip: float | None, algorithm: str, by_name: bool) -> list[str]:
     """Trains with an unsharded module next to the shards, and by hand; returns the parameters that differ."""
     rank, size = rank_and_size()
     torch.manual_seed(0)
     module, plain = Regression(), Regression()
     plain.load_state_dict(module.state_dict())
-    strategy = FSDPStrategy(ignored_modules=[module.net.inp])
+    strategy = FSDPStrategy(ignored_modules=r".*\.inp" if by_name else [module.net.inp])
     limits = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm} if clip else {}
     trainer(strategy, accumulate_grad_batches=2, **limits).fit(module, batches(4, rank, size))
     assert not isinstance(module.net.inp.weight, DTensor) and isinstance(module.net.out.weight, DTensor)
@@ -250,11 +250,13 @@ def ignore_a_module(clip: float | None, algorithm: str) -> list[str]:
     return [name for name, value in plain.state_dict().items() if not torch.allclose(value, state[name], atol=1e-5)]
 
 
-@pytest.mark.parametrize(("clip", "algorithm"), [(None, "norm"), (0.05, "norm"), (0.002, "value")])
+@pytest.mark.parametrize(
+    ("clip", "algorithm", "by_name"), [(None, "norm", True), (0.05, "norm", False), (0.002, "value", False)]
+)
 def test_ignored_modules_are_averaged_and_clipped_with_the_shards(
-    results_of: ResultsOf, clip: float | None, algorithm: str
+    results_of: ResultsOf, clip: float | None, algorithm: str, by_name: bool
 ) -> None:
-    assert results_of("ignore_a_module", clip, algorithm) == [[], []]
+    assert results_of("ignore_a_module", clip, algorithm, by_name) == [[], []]
 
 
 class Scaled(Net):

@@ -15,6 +15,9 @@ from ranks.world import run_world
 from torch import nn
 from torch.utils.data import DataLoader
 
+from leyden import ConfigurationError
+from leyden.accelerator.prepared.dispatch import join
+
 
 def error_of(call: Any) -> str:
     try:
@@ -195,6 +198,11 @@ def test_reducing_a_non_tensor_raises_on_one_process_too(value: Any) -> None:
 
     with pytest.raises(TypeError, match=r"Pass torch\.tensor"):
         Accelerator(cpu=True).reduce(value)
+
+
+def test_dispatched_batches_of_different_shapes_raise_with_the_fix() -> None:
+    with pytest.raises(ConfigurationError, match=r"differ in shape: \[\(2, 1\), \(2, 3\)\]\. Pad them"):
+        join([{"x": torch.zeros(2, 1)}, {"x": torch.zeros(2, 3)}])
 
 
 ELSEWHERE = "import pickle, sys; state = pickle.load(sys.stdin.buffer); print(state.process_index, state.num_processes)"

@@ -188,6 +188,10 @@ class Stepping(Engine):
     def accumulate(self, models: Sequence[Any]) -> Iterator[None]:
         """Runs one batch of a window; see `Accelerator.accumulate`."""
         self._checks.in_accumulate(models)
+        if self._in_accumulate:
+            # `with accumulate(a), accumulate(b)` is one batch of both models.
+            yield
+            return
         self.run_deferred()
         self._open_batch()
         self._in_accumulate = True

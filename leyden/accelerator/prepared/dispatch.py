@@ -205,6 +205,12 @@ def join(batches: list[Any]) -> Any:
     if len(batches) == 1:
         return first
     if isinstance(first, Tensor):
+        if len({batch.shape[1:] for batch in batches}) > 1:
+            raise ConfigurationError(
+                f"dispatch_batches=True joins one batch per rank, but their samples differ in shape: "
+                f"{[tuple(batch.shape) for batch in batches]}. Pad them to one length, use split_batches=True, or "
+                "dispatch_batches=False, so that every rank reads its own part."
+            )
         return torch.cat(batches) if first.dim() else torch.stack(batches)
     if isinstance(first, Mapping):
         return {key: join([batch[key] for batch in batches]) for key in first}

@@ -36,7 +36,7 @@ class PreparedLoader:
         given: the loader before it was prepared.
 
     Attributes:
-        iteration: the epoch: number of passes that exhausted the loader.
+        iteration: the epoch: number of passes that reached the loader's last batch.
         position: number of batches drawn in the current pass.
         end_of_dataloader: True if the current batch is the last one of its pass.
     """
@@ -147,7 +147,8 @@ class PreparedLoader:
         """Starts a pass from batch `skip` on, or from the position of a loaded checkpoint."""
         saved, self.pending = self.pending, None
         self.end_of_dataloader = False
-        if saved is None:
+        if saved is None or (saved["rest"] is not None and not skip):
+            # A pass that the script had left is only continued if the script asks for it.
             return self._start(skip)
         position = saved["position"]
         is_complete = position == self.cursor.length
@@ -209,9 +210,12 @@ class PreparedLoader:
             else:
                 # The last next() of a plain loop, in which a generator finishes and workers shut down.
                 next(iterator, None)
-            self.iteration += 1
-            self._exhausted = True
+            # A loader that reports too long a length ends before that.
+            self.end_of_dataloader = self._exhausted = True
         finally:
+            if self.end_of_dataloader:
+                # Also if the loop breaks in the last batch.
+                self.iteration += 1
             self.is_active = False
             stepping.end_loader(self)
 
@@ -239,14 +243,18 @@ class PreparedLoader:
         return batch
 
     def state_dict(self) -> State:
-        """Returns the position, inside a pass or between two."""
+        """Returns the position, inside a pass or between two.
+
+        After a pass that the script left early, it also holds the position reached, for `skip_first_batches`.
+        """
         inside = self.is_active
         if self.pending is not None:
             return self.pending
+        is_begun = inside or not (self._exhausted or self.end_of_dataloader)
         return {
             "iteration": self.iteration,
-            "position": self.position if inside else None,
-            "place": self.cursor.state_dict(self.position) if inside else None,
+            "position": self.position if is_begun else None,
+            "place": self.cursor.state_dict(self.position) if is_begun else None,
             "rest": None if inside else self.cursor.rest_state(self._exhausted),
         }
 
@@ -268,7 +276,7 @@ class PreparedLoader:
             if state["position"] == self.cursor.length:
                 # Saved in the epoch's last batch, so the next pass is the next epoch.
                 self.iteration += 1
-        else:
+        if state["rest"] is not None:
             self.cursor.load_rest_state(state["rest"])
 
 

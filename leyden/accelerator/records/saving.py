@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 KIND = "accelerator"
 """The `kind` entry of `user.json` that marks a checkpoint of `save_state`."""
-MISMATCH = "this Accelerator has {here}. Prepare and register the same objects, in the same order, before load_state."
+MISMATCH = (
+    "this Accelerator has {here}. Prepare and register the same objects, in the same order, before load_state. For the "
+    "weights alone, load the file that `leyden merge CHECKPOINT weights.safetensors` writes."
+)
 
 
 def combined(models: Sequence[nn.Module], chosen: Sequence[nn.Module]) -> nn.Module:

@@ -407,7 +407,7 @@ class FullyShardedDataParallelPlugin:
         transformer_cls_names_to_wrap: class names of the modules to wrap as units.
         min_num_params: smallest number of parameters in a unit, for wrapping by size.
         cpu_offload: keep parameters, gradients and optimizer state on the CPU.
-        ignored_modules: modules that are not sharded.
+        ignored_modules: modules that are not sharded, or a regular expression that matches their whole names.
         state_dict_type: "SHARDED_STATE_DICT", the format of checkpoints; others warn or are refused.
         sync_module_states: start every rank with rank 0's parameters and buffers.
         forward_prefetch: prefetch the next unit's parameters before each unit's forward.

@@ -14,6 +14,19 @@ from leyden.core.errors import ConfigurationError
 from leyden.trainer.launched import PRECISION, SOURCE
 
 ACCELERATE_PRECISION = "ACCELERATE_MIXED_PRECISION"
+ONLY = {"node_rank": 0, "num_nodes": 1, "max_restarts": 0}
+"""Accelerate's arguments that accept only its default here."""
+WITHOUT_EFFECT = {
+    "use_port",
+    "master_addr",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_conf",
+    "rdzv_id",
+    "monitor_interval",
+    "log_line_prefix_template",
+}
+"""Accelerate's arguments of its launcher, which Leyden's does not need."""
 
 
 def notebook_launcher(
@@ -32,7 +45,7 @@ def notebook_launcher(
         num_processes: number of ranks; by default one per GPU, or one.
         mixed_precision: precision of an Accelerator without its own `mixed_precision`.
         start_method: "fork", which imports nothing again; or "spawn", for functions of importable files.
-        **refused: Accelerate's arguments for several machines, which need a script.
+        **refused: Accelerate's arguments for its own launcher; several machines and restarts need a script.
 
     Returns:
         The return value of rank 0.
@@ -44,13 +57,13 @@ def notebook_launcher(
         >>> notebook_launcher(max, ([1, 3, 2],), num_processes=1)
         3
     """
-    plain = {"use_port": None, "master_addr": None, "node_rank": 0, "num_nodes": 1, "log_line_prefix_template": None}
     for name, value in refused.items():
-        if name not in plain:
+        if name not in WITHOUT_EFFECT and name not in ONLY:
             raise ConfigurationError(f"notebook_launcher has no argument {name!r}.")
-        if name in ("node_rank", "num_nodes") and value != plain[name]:
+        if value != ONLY.get(name, value):
             raise ConfigurationError(
-                f"notebook_launcher({name}={value}) runs on one machine only. Use a script and `leyden launch`."
+                f"notebook_launcher({name}={value}): it runs on one machine only, and once. Use a script and "
+                "`leyden launch`."
             )
     if rank_environment() is not None:
         raise ConfigurationError(

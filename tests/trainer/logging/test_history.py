@@ -50,6 +50,12 @@ class Net(Squares):
         self.log("test", 1.0)
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that save write to the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 def fitted(*callbacks: Callback, module: Net | None = None, validates: bool = True, **arguments: Any) -> Trainer:
     fit = {name: arguments.pop(name) for name in ("ckpt_path",) if name in arguments}
     trainer = Trainer(**{**QUIET, "max_epochs": 2, **arguments}, callbacks=list(callbacks))
