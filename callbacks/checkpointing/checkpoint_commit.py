@@ -99,19 +99,30 @@ class BackgroundSave:
     """Path → identity of the checkpoints to delete after the commit; later, of those not deleted."""
     link: Path | None
     """The symlink to point to the checkpoint."""
+    old_link: Path | None
+    """The symlink to the previous checkpoint."""
     is_keeper: bool
     """Whether this rank links and deletes."""
     storage: FolderStorage
 
     def finish(self, written: Place) -> None:
         """Links the checkpoint and deletes old ones. Called in the writing thread, after the commit."""
-        self.to_delete = after_commit(str(written), self.link, self.to_delete, self.storage) if self.is_keeper else {}
+        if self.is_keeper:
+            self.to_delete = after_commit(str(written), self.link, self.old_link, self.to_delete, self.storage)
+        else:
+            self.to_delete = {}
 
 
 def after_commit(
-    written: str, link: Path | None, to_delete: Mapping[str, str | None], storage: FolderStorage
+    written: str,
+    link: Path | None,
+    old_link: Path | None,
+    to_delete: Mapping[str, str | None],
+    storage: FolderStorage,
 ) -> dict[str, str | None]:
     """Points the link to the new checkpoint, then deletes old ones, given as path → identity.
+
+    The old link is deleted too, if it has another name.
 
     Returns:
         The checkpoints that could not be deleted. The next save tries again.
@@ -119,6 +130,8 @@ def after_commit(
     # A plugin may store the checkpoint elsewhere; then there is nothing to link to.
     if link is not None and os.path.lexists(written):
         _point(link, written)
+        if old_link is not None and old_link != link and old_link.is_symlink():
+            old_link.unlink()
     return delete_each(to_delete, storage)
 
 

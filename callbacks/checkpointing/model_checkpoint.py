@@ -166,6 +166,8 @@ class ModelCheckpoint(Callback):
         """The folder on this machine below which the local copies of all buckets lie."""
         self._background_save: BackgroundSave | None = None
         """The last asynchronous save until its outcome is recorded; else None."""
+        self._last_link: Path | None = None
+        """The symlink to the newest checkpoint."""
         self._loggers_due = False
         """True if an asynchronous save is committed but the loggers have not been notified."""
         self.saves_on_each_node = False
@@ -467,7 +469,7 @@ class ModelCheckpoint(Callback):
         values = self._values(trainer) if self.save_last else {}
         if self._ranks(trainer).is_keeper:
             link = link_to_move(self._link(values), self.last_model_path)
-            self._to_delete = after_commit(self.last_model_path, link, self._to_delete, self._storage)
+            self._to_delete = after_commit(self.last_model_path, link, None, self._to_delete, self._storage)
         is_stale = event == "on_train_batch_end" and self._saved_step == trainer.global_step
         if owes and not is_stale and self._schedule.is_due_in(trainer, event):
             kept = {path for callback in trainer.checkpoint_callbacks for path in callback.kept_checkpoints()}
@@ -510,17 +512,21 @@ class ModelCheckpoint(Callback):
             written = str(trainer.save_checkpoint(path, self.save_weights_only, **options))
             if written != path:
                 self._rename(path, written)
-        is_keeper, save, link = self._ranks(trainer).is_keeper, trainer.pending_save, self._link(values)
+        is_keeper, save = self._ranks(trainer).is_keeper, trainer.pending_save
+        old_link, self._last_link = self._last_link, self._link(values)
         if self.verbose:
             verb = "saved" if save is None else "saving"
             inform(report_of(self, written, trainer.global_step, is_ranked, verb), trainer.print)
         if save is not None:
             to_delete = dict(self._to_delete)
-            background = BackgroundSave(save, written, ranking_before, to_delete, link, is_keeper, self._storage)
+            background = BackgroundSave(
+                save, written, ranking_before, to_delete, self._last_link, old_link, is_keeper, self._storage
+            )
             self._background_save = background
             save.follow(background.finish)
         else:
-            self._to_delete = after_commit(written, link, self._to_delete, self._storage) if is_keeper else {}
+            links = self._last_link, old_link
+            self._to_delete = after_commit(written, *links, self._to_delete, self._storage) if is_keeper else {}
             notify_loggers(trainer, self)
 
     def _finish_background_save(self, trainer: Trainer) -> None:

@@ -197,7 +197,9 @@ def _map_dataclass(item: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Returns the number of samples in a batch: the first dimension of its first tensor, or 1 for a 0-d tensor.
+    """Returns the number of samples in a batch: the first dimension of its first tensor that has one.
+
+    Tensors without dimensions, such as a temperature for the whole batch, are passed over; a batch of only these is 1.
 
     Raises:
         ConfigurationError: if the batch contains no tensor.
@@ -213,10 +215,15 @@ def batch_size_of(batch: Any) -> int:
         first = first[0]
     elif kind is dict:
         first = next(iter(first.values()), None)
-    if isinstance(first, Tensor):
-        return first.shape[0] if first.ndim else 1
+    if isinstance(first, Tensor) and first.ndim:
+        return first.shape[0]
+    has_tensor = False
     for size in _sizes(batch):
-        return size
+        if size is not None:
+            return size
+        has_tensor = True
+    if has_tensor:
+        return 1
     raise ConfigurationError(
         f"A batch of type {type(batch).__name__} contains no tensor, so its size is unknown. Pass batch_size= to "
         "self.log."
@@ -261,11 +268,12 @@ def in_one_line(data: Any, of_tensor: Callable[[Tensor], str] = shape_and_dtype,
     return type(data).__name__
 
 
-def _sizes(item: Any) -> Iterator[int]:
+def _sizes(item: Any) -> Iterator[int | None]:
+    """Yields the first dimension of each tensor; None for one without dimensions."""
     if isinstance(item, PackedSequence):
         yield int(item.batch_sizes[0])
     elif isinstance(item, Tensor):
-        yield item.size(0) if item.ndim else 1
+        yield item.size(0) if item.ndim else None
     elif isinstance(item, PLAIN):
         return
     elif isinstance(item, Mapping):
@@ -280,4 +288,4 @@ def _sizes(item: Any) -> Iterator[int]:
     elif isinstance(getattr(item, "batch_size", None), int):
         yield item.batch_size
     elif isinstance(getattr(item, "shape", None), tuple):
-        yield int(item.shape[0]) if item.shape else 1
+        yield int(item.shape[0]) if item.shape else None

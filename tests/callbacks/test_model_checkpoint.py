@@ -280,6 +280,15 @@ def test_subclasses_can_rename_the_last_link(tmp_path: Path) -> None:
     assert names(tmp_path / SAVED) == ["epoch=0-step=4", "newest of the run -> epoch=0-step=4"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_last_link_with_values_in_its_name_replaces_the_previous_one(tmp_path: Path, asynchronous: bool) -> None:
+    class Named(ModelCheckpoint):
+        CHECKPOINT_NAME_LAST = "{epoch}-last"
+
+    fit(tmp_path, Named(save_last=True, asynchronous=asynchronous), max_epochs=3)
+    assert names(tmp_path / SAVED) == ["epoch=2-last -> epoch=2-step=12", "epoch=2-step=12"]
+
+
 def test_subclasses_can_change_separators_extension_and_first_version(tmp_path: Path) -> None:
     class Named(ModelCheckpoint):
         CHECKPOINT_JOIN_CHAR, CHECKPOINT_EQUALS_CHAR, FILE_EXTENSION, STARTING_VERSION = "_", "", ".ckpt", 2

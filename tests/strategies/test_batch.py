@@ -188,11 +188,13 @@ def test_a_moved_batch_is_freed_without_garbage_collection() -> None:
         (Plain(x(8)), 8),
         (Graph(), 7),
         (np.zeros((9, 2)), 9),
-        ((np.float32(1.0), x(3)), 1),
+        ((np.float32(1.0), x(3)), 3),
+        ({"temperature": torch.tensor(0.5), "x": x(3)}, 3),
+        ((torch.tensor(0.5), torch.tensor(1.0)), 1),
         (torch.nested.nested_tensor([x(2), x(3)], layout=torch.jagged), 2),
     ],
 )
-def test_batch_size_comes_from_the_first_tensor(batch: Any, size: int) -> None:
+def test_batch_size_comes_from_the_first_tensor_with_a_dimension(batch: Any, size: int) -> None:
     assert batch_size_of(batch) == size
 
 

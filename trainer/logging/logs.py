@@ -411,6 +411,11 @@ class Logs:
         self._idle = {place for place in self._idle if place[0] != group}
         self.dataloader_idx = None
 
+    def metrics_of(self, group: str) -> list[Any]:
+        """Returns the torchmetrics objects that a group logs, each once."""
+        found = {id(entry.metric): entry.metric for entry in self._entries.values() if entry.group == group}
+        return [metric for metric in found.values() if metric is not None]
+
     @contextmanager
     def apart(self, group: str) -> Iterator[None]:
         """Shows the values that are logged within the block only there."""

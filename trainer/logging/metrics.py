@@ -108,19 +108,39 @@ def compute(
     Ranks with the same data rank see the same samples, and count once. None: every rank sees different samples.
     """
     parts = _synced_parts(metric)
-    before = [(part, dict(part.metric_state), part._update_count) for part in parts]
+    with _keeping_states(parts), _alone(metric):
+        for number, part in enumerate(parts):
+            members = _members(part, states)
+            ranks = members if data_ranks is None else once({rank: data_ranks[rank] for rank in members})
+            _install(part, [states[rank][number] for rank in ranks])
+        return metric.compute()
+
+
+@contextmanager
+def set_aside(found: Sequence[Metric]) -> Iterator[None]:
+    """Resets metrics for the block, and restores their states afterwards."""
+    with _keeping_states([part for metric in found for part in _parts(metric)]):
+        for metric in found:
+            metric.reset()
+        yield
+
+
+@contextmanager
+def _keeping_states(parts: Sequence[Metric]) -> Iterator[None]:
+    """Restores the states of metrics after the block."""
+    before = [(part, _state(part), part._update_count) for part in parts]
     try:
-        with _alone(metric):
-            for number, part in enumerate(parts):
-                members = _members(part, states)
-                ranks = members if data_ranks is None else once({rank: data_ranks[rank] for rank in members})
-                _install(part, [states[rank][number] for rank in ranks])
-            return metric.compute()
+        yield
     finally:
         for part, values, count in before:
             for name, value in values.items():
                 setattr(part, name, value)
-            part._update_count = count
+            part._update_count, part._computed = count, None
+
+
+def _state(part: Metric) -> dict[str, Any]:
+    """Returns the state by name. A reset replaces the tensors, but clears the lists, so these are copied."""
+    return {name: value if isinstance(value, Tensor) else list(value) for name, value in part.metric_state.items()}
 
 
 def compute_alone(metric: Metric) -> Any:

@@ -19,6 +19,7 @@ from leyden.strategies.readers import Readers
 from leyden.trainer.engine.toggling import evaluation_weights, keeping_modes
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.metric_states import MetricStates
+from leyden.trainer.logging.metrics import set_aside
 from leyden.trainer.logging.values import Value, in_turns, read_back
 from leyden.trainer.loops.agreement import InterruptiblePass
 from leyden.trainer.loops.batches import takes_iterator
@@ -94,14 +95,17 @@ class EvaluationLoop:
                 self._fire("start")
             # Inside on_…_start and on_…_end, so that a callback which swaps weights there finds those it left.
             with evaluation_weights(run.engine.optimizers), self._without_gradients():
-                self._fire("epoch_start")
-                for index, (cursor, own_limit) in enumerate(self.loaders):
-                    before = self._batches_done
-                    if not self._run_loader(index, cursor, _smallest(limit, own_limit)):
-                        self.logs.forget(self.stage)
-                        return None
-                    self._names_by_loader.append(self.logs.names_since(self.stage, before))
-                values = self._end()
+                # A metric that training logs too counts only this pass's samples.
+                with set_aside(self.logs.metrics_of("train")):
+                    self._fire("epoch_start")
+                    for index, (cursor, own_limit) in enumerate(self.loaders):
+                        before = self._batches_done
+                        if not self._run_loader(index, cursor, _smallest(limit, own_limit)):
+                            self.logs.forget(self.stage)
+                            return None
+                        self._names_by_loader.append(self.logs.names_since(self.stage, before))
+                    values = self._end()
+                self.hooks.close(f"on_{self.stage}_epoch_end")
             with self._without_gradients():
                 self._fire("end")
         return self._values_by_loader(values)
@@ -217,7 +221,7 @@ class EvaluationLoop:
         return StepRows(loggers, self.logs, run.progress, self.stage, outputs) if needs_rows else None
 
     def _end(self) -> dict[str, Value]:
-        """Ends the pass. Closing callbacks see reduced metrics and, in fit, a progress that counts the pass."""
+        """Ends the pass: reduces its metrics and, in fit, counts it, before closing callbacks see either."""
         run, stage = self._run, self.stage
         # Before the hooks: one that swaps weights must see the shards.
         run.strategy.end_evaluation()
@@ -229,7 +233,6 @@ class EvaluationLoop:
             run.send_epoch(values, logged)
             if run.state.stage == "fit":
                 run.progress.count_validation(self._batches_done)
-        self.hooks.close(f"on_{stage}_epoch_end")
         return values
 
     def _fire(self, moment: str) -> None:

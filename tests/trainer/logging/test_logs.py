@@ -405,6 +405,40 @@ def test_metric_objects_are_computed_and_reset_by_epoch(fit: Any) -> None:
     }
 
 
+@pytest.mark.parametrize("kind", ["PearsonCorrCoef", "SpearmanCorrCoef"])  # tensors as states, and lists
+def test_training_and_validation_may_log_one_metric_object(kind: str, quiet: Any, tmp_path: Path) -> None:
+    import torchmetrics
+
+    points = torch.tensor([1.0, 2.0, 3.0])
+
+    class Shared(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = getattr(torchmetrics, kind)()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.metric.update(points, points)
+            self.log("train", self.metric, on_step=False, on_epoch=True)
+            return self(batch).mean()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.metric.update(points, -points)
+            self.log("val", self.metric)
+
+    def rows_of(folder: str, **options: Any) -> list[dict[str, float]]:
+        saver = ModelCheckpoint(tmp_path / folder, save_top_k=-1)
+        arguments = {**quiet, "enable_checkpointing": True, "val_check_interval": 2, "callbacks": saver}
+        trainer = Trainer(max_epochs=2, **arguments)
+        trainer.fit(Shared(), numbered(4), numbered(3), **options)
+        return [{key: row[key] for key in ("step", "train", "val") if key in row} for row in trainer.history]
+
+    whole = rows_of("whole")
+    assert [row["val"] for row in whole] == pytest.approx([-1.0] * 4)
+    assert [row["train"] for row in whole if "train" in row] == pytest.approx([1.0] * 2)
+    # The checkpoint of a validation within the epoch holds the training epoch's state.
+    assert rows_of("resumed", ckpt_path=tmp_path / "whole" / "epoch=0-step=2") == whole
+
+
 def test_a_collection_with_shared_states_is_correct_in_every_run(quiet: Any) -> None:
     from torchmetrics import MetricCollection
     from torchmetrics.classification import BinaryAccuracy, BinaryF1Score, BinaryPrecision
